@@ -4,19 +4,20 @@ A is batch x n x n, float32, on a CUDA device. H holds R in its upper triangle a
 H_k = I - tau_k v_k v_k^T. A is only read. Kernels go to the default queue of A's device, and only there; the call returns
 without waiting for them. No derivative, as for torch.geqrf.
 
-How it works: columns are factored in panels of 64, in float32 on CUDA cores (geqr2). Each panel's reflectors are gathered
-into I - V T V^T (larft) and applied to the columns right of it on tensor cores (larfb), every float32 operand split into two
-bf16 parts, three products of parts, float32 sums. A matrix of up to 184 columns is one launch, with no T and no products.
+How it works: columns are factored in panels of 64 (geqr2). A panel is taken from its Gram matrix, in one meeting of its rows,
+unless its columns are nearly dependent: then column by column, in float32. The panel's reflectors V come with T, which gathers
+them into I - V T V^T (larft), and are applied to the columns right of it (larfb) on tensor cores, every float32 operand split
+into two bf16 parts, three products of parts, float32 sums. A matrix of up to 192 columns is one launch, with no T.
 
 File map
   Route:        plan, plan_for, custom_kernel
-  CUDA, shared: split_bf16, warp_sum
-  geqr2:        larfg, load_rows, store_v_tiles, geqr2_kernel, geqr2_cluster_kernel
-  larft:        larft
-  larfb:        MmaSync, Wgmma, Tcgen05, larfb_kernel
+  CUDA, shared: split_bf16, take_bf16, warp_sum
+  geqr2:        larfg, geqr2_kernel, geqr2_cluster_kernel, geqr2_tall_kernel, gram_panel_kernel (gram_factor, invert_upper)
+  larft:        larft (gram_panel_kernel makes its own T)
+  larfb:        MmaSync, Wgmma, Tcgen05 (products of tiles), larfb_kernel
   Host driver:  qr_geqrf
-  Build:        find_thunderkittens, build
-  Choice:       choose_backend
+  Build:        find_thunderkittens, check_toolchain, build
+  Choice:       candidates, prove, choose_backend
 
 Environment
   QR_BACKEND            tcgen05, wgmma, mma or geqrf: use this one or fail
@@ -45,7 +46,8 @@ WHOLE_LIMIT = 192            # largest matrix that one block keeps in registers
 BLOCK_ROWS = 512             # rows of a panel that one block keeps in registers
 LARFB_ROWS = 256             # rows of the trailing matrix that one block of the update keeps in registers
 BLOCKED_SHARED = 160 * 1024  # bytes of shared memory a block needs beyond 128 rows
-WHOLE, SINGLE, CLUSTER = range(3)   # kinds of Step, as in the CUDA source's StepKind
+WHOLE, SINGLE, CLUSTER, TALL = range(4)   # kinds of Step, as in the CUDA source's StepKind
+MAX_BLOCKS = 2**31 - 1       # of one launch
 
 
 class DeviceInfo(NamedTuple):
@@ -59,8 +61,8 @@ class DeviceInfo(NamedTuple):
 
 class Step(NamedTuple):
     """One panel (and its trailing update), or the last square block whole. Column by column, rows are dealt to `ranks` blocks,
-    32 rows_per_lane each; the Gram kernel comes first on `gram_ranks` blocks a matrix, unless 0. The update deals rows to
-    clusters of `larfb_ranks` blocks."""
+    at most 32 rows_per_lane each (0: any number, kept in memory); the Gram kernel comes first on `gram_ranks` blocks a matrix,
+    unless 0. The update deals rows to clusters of `larfb_ranks` blocks."""
     kind: int
     column: int
     rows_per_lane: int
@@ -80,24 +82,25 @@ def plan(batch: int, n: int, info: DeviceInfo, backend: str) -> Plan:
     """The route of a batch of n x n matrices on a device. Pure.
 
     A panel of up to 512 rows is one block's. A taller one is spread over a cluster: as few blocks as hold it, then twice as
-    many while that leaves no block without a multiprocessor. Whatever is at most 192 columns wide at the end is one launch."""
+    many while that leaves no block without a multiprocessor; what no cluster holds stays in memory. A matrix of at most 192
+    columns, or the last fewer than 128 of a larger one, is one launch."""
     if backend == "geqrf":
         return Plan("geqrf", (), "torch.geqrf was asked for")
     if n > 128 and info.shared_bytes < BLOCKED_SHARED:
         return Plan("geqrf", (), f"n = {n} needs {BLOCKED_SHARED} bytes of shared memory a block, the device has {info.shared_bytes}")
-    if n > BLOCK_ROWS * max(info.max_cluster, 1):
-        return Plan("geqrf", (), f"n = {n} exceeds the {BLOCK_ROWS * max(info.max_cluster, 1)} rows that a cluster of this device holds")
     steps, column = [], 0
     while n - column > (WHOLE_LIMIT if not steps else 2 * PANEL - 1):
         rows, ranks, gram_ranks = n - column, 1, 1
-        while 2 * gram_ranks <= min(info.max_cluster, 8) and 2 * gram_ranks * batch <= info.multiprocessors and rows > 128 * gram_ranks:
+        while 2 * gram_ranks <= min(info.max_cluster, 8) and 2 * gram_ranks * batch <= info.multiprocessors and rows > 128 * (2 * gram_ranks - 1):
             gram_ranks *= 2
         larfb_ranks = max(1, min(info.max_cluster, -(-rows // LARFB_ROWS)))
         if 8 < larfb_ranks < 16:
             larfb_ranks = 8
-        while rows > BLOCK_ROWS * ranks:
+        while rows > BLOCK_ROWS * ranks and ranks < info.max_cluster:
             ranks *= 2
-        if ranks == 1:
+        if rows > BLOCK_ROWS * ranks:
+            steps.append(Step(TALL, column, 0, ranks, gram_ranks, larfb_ranks))
+        elif ranks == 1:
             steps.append(Step(SINGLE, column, 8 if rows <= 256 else 16, 1, gram_ranks, larfb_ranks))
         else:
             while 2 * ranks <= info.max_cluster and 2 * ranks * batch <= info.multiprocessors and rows > 64 * ranks:
@@ -108,6 +111,9 @@ def plan(batch: int, n: int, info: DeviceInfo, backend: str) -> Plan:
             steps.append(Step(CLUSTER, column, rows_per_lane, ranks, gram_ranks, larfb_ranks))
         column += PANEL
     steps.append(Step(WHOLE, column, -(-(n - column) // 32), 1, 0, 0))
+    blocks = batch * max(max(step.ranks, -(-(n - step.column) // PANEL) * step.larfb_ranks) for step in steps)
+    if blocks > MAX_BLOCKS:
+        return Plan("geqrf", (), f"batch = {batch} needs {blocks} blocks, one launch has at most {MAX_BLOCKS}")
     return Plan(backend, tuple(steps))
 
 
@@ -193,6 +199,27 @@ __device__ __forceinline__ void fence_async_proxy() {
 }
 
 __device__ __forceinline__ void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }   // a warpgroup
+
+__device__ __forceinline__ void cluster_arrive() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_sync() { cluster_arrive(); cluster_wait(); }
+template <typename T> __device__ __forceinline__ T* in_rank(T* shared, uint32_t rank) {   // the same place in another block
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    uint64_t there;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(reinterpret_cast<uint64_t>(shared)), "r"(rank));
+    return reinterpret_cast<T*>(there);
+#else
+    return shared;
+#endif
+}
 
 // body(0), ..., body(N - 1), each index a compile-time constant.
 template <int N, typename Body> __device__ __forceinline__ void static_for(Body body) {
@@ -634,7 +661,7 @@ __global__ void __launch_bounds__(512, 1) geqr2_cluster_kernel(const PanelArgs p
         const float4 x = i < rows ? *reinterpret_cast<const float4*>(stage + i * (W + 4) + first) : make_float4(0, 0, 0, 0);
         a[r][0] = x.x; a[r][1] = x.y; a[r][2] = x.z; a[r][3] = x.w;
     }
-    asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+    cluster_sync();
 
     int turn = 0;                                                           // messages sent so far
     float* const inbox = mail + warp * 2 * kMaxCluster * kMessage;
@@ -760,8 +787,148 @@ __global__ void __launch_bounds__(512, 1) geqr2_cluster_kernel(const PanelArgs p
     if (rows > 0) store_v_tiles(stage, p, matrix, row0, rows);
     __syncthreads();
     if (rank == 0) larft(sG, stage, stage + W * kTPitch, s_tau, p.t + matrix * kPanelWidth * kPanelWidth);
-    asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");   // no mail to a block that is gone
+    cluster_sync();   // no mail to a block that is gone
 #endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// geqr2 in memory: panels taller than a cluster's registers, and tall ones on devices without clusters
+// ---------------------------------------------------------------------------------------------------------------------
+// The same factorization with the panel left in H, 64 rows at a time dealt to the blocks of a cluster (or to one block). A
+// warp takes every 16th row of its block, a lane two neighbouring columns; nobody else ever touches those entries. Two
+// passes over the rows per column: the products of its tail with all columns, and the update.
+struct Geqr2TallShape {
+    static constexpr int kWarps = 16, kThreads = 32 * kWarps;
+    static constexpr int kStageFloats = 2 * kPanelWidth * kTPitch > 64 * (kPanelWidth + 4) ? 2 * kPanelWidth * kTPitch : 64 * (kPanelWidth + 4);
+    static constexpr int kMessage = 2 * kPanelWidth;                        // 64 sums, 64 entries of row k
+    static constexpr int kSmemBytes = 4 * (kStageFloats + kPanelWidth * kTPitch + kWarps * kPanelWidth + kMaxCluster * kMessage + kMessage + kPanelWidth);
+};
+
+__global__ void __launch_bounds__(Geqr2TallShape::kThreads, 1) geqr2_tall_kernel(const PanelArgs p) {
+    using Shape = Geqr2TallShape;
+    constexpr int W = kPanelWidth, kWarps = Shape::kWarps, kMessage = Shape::kMessage;
+    extern __shared__ __align__(16) float smem[];
+    float* const stage = smem;
+    float* const sG = stage + Shape::kStageFloats;
+    float* const partial = sG + W * kTPitch;                                // per warp: 64 sums
+    float* const mail = partial + kWarps * W;                               // per rank: a message
+    float* const total = mail + kMaxCluster * kMessage;                     // the messages' sum
+    float* const s_tau = total + kMessage;
+    uint32_t rank = 0, ranks = 1;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
+#endif
+    const long matrix = blockIdx.x / ranks;
+    if (p.redo && !p.redo[matrix]) return;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = 2 * lane, m = p.n - p.col;
+    const int tile0 = static_cast<long>(p.row_blocks) * rank / ranks, tile1 = static_cast<long>(p.row_blocks) * (rank + 1) / ranks;
+    const int row0 = 64 * tile0, row1 = min(64 * tile1, m);
+    const float* const src = p.src + (matrix * p.n + p.col) * p.n + p.col + c;
+    float* const dst = p.dst + (matrix * p.n + p.col) * p.n + p.col + c;
+
+    for (int e = threadIdx.x; e < W * kTPitch; e += blockDim.x) sG[e] = 0;
+    if (src != dst)
+        for (int i = row0 + warp; i < row1; i += kWarps) {
+            const long at = static_cast<long>(i) * p.n;
+            dst[at] = src[at];
+            dst[at + 1] = src[at + 1];
+        }
+    // total = f summed over the rows (kSum) or its maximum; each lane brings its two columns' values, `row` goes along
+    auto meet = [&](float2 value, float2 row, bool maximum) {
+        *reinterpret_cast<float2*>(partial + warp * W + c) = value;
+        __syncthreads();
+        if (threadIdx.x < W) {
+            float t = partial[threadIdx.x];
+            for (int q = 1; q < kWarps; ++q) t = maximum ? fmaxf(t, partial[q * W + threadIdx.x]) : t + partial[q * W + threadIdx.x];
+            for (uint32_t q = 0; q < ranks; ++q) in_rank(mail, q)[rank * kMessage + threadIdx.x] = t;
+        }
+        if (warp == 0)                                                      // 0 from all ranks but the one that has the row
+            for (uint32_t q = 0; q < ranks; ++q) *reinterpret_cast<float2*>(in_rank(mail, q) + rank * kMessage + W + c) = row;
+        if (ranks > 1) cluster_sync();
+        else __syncthreads();
+        if (threadIdx.x < kMessage) {
+            float t = mail[threadIdx.x];
+            for (uint32_t q = 1; q < ranks; ++q) t = maximum ? fmaxf(t, mail[q * kMessage + threadIdx.x]) : t + mail[q * kMessage + threadIdx.x];
+            total[threadIdx.x] = t;
+        }
+        if (ranks > 1) cluster_sync();                                      // the mail is read: it may be overwritten
+        else __syncthreads();
+    };
+    // body(row, first entry, second entry, the row's entry in column k) over the warp's rows below row k
+    auto below = [&](int k, auto body) {
+        for (int i = max(row0, k + 1) / kWarps * kWarps + warp; i < row1; i += kWarps) {
+            if (i <= k || i < row0) continue;
+            const long at = static_cast<long>(i) * p.n;
+            const float2 y = make_float2(dst[at], dst[at + 1]);
+            body(at, y, __shfl_sync(0xffffffffu, k % 2 ? y.y : y.x, k / 2));
+        }
+    };
+    for (int k = 0; k < W; ++k) {
+        const long diagonal = static_cast<long>(k) * p.n;
+        float2 row = make_float2(0, 0);                                     // row k: its owner's warp writes it, warp 0 sends it
+        __syncthreads();
+        if (warp == 0 && row0 <= k && k < row1) row = make_float2(dst[diagonal], dst[diagonal + 1]);
+        auto products = [&](float scale) {
+            float2 sum = make_float2(0, 0);
+            below(k, [&](long, float2 y, float x) {
+                x *= scale;
+                sum.x = fmaf(x, c == k ? x : y.x, sum.x);
+                sum.y = fmaf(x, c + 1 == k ? x : y.y, sum.y);
+            });
+            meet(sum, row, false);
+        };
+        products(1.0f);
+        const float alpha = total[W + k];
+        float scale = 1.0f;
+        Reflector h;
+        if (is_safe(alpha, total[k])) {
+            h = larfg(alpha, total[k]);
+        } else {
+            const float square = total[k];
+            float2 largest = make_float2(0, 0);
+            below(k, [&](long, float2, float x) { largest.x = fmaxf(largest.x, fabsf(x)); });
+            meet(make_float2(largest.x, largest.x), make_float2(0, 0), true);
+            if (total[0] == 0 && square == 0) {
+                h = {alpha, 0, 0};                                          // nothing below: LAPACK leaves the column alone
+            } else {
+                float unscale;
+                scale_for(fmaxf(total[0], fabsf(alpha)), scale, unscale);
+                products(scale);
+                h = larfg(alpha * scale, total[k]);
+                h.beta *= unscale;
+            }
+            if (h.tau == 0) meet(make_float2(0, 0), row, false);            // `total` holds row k again
+        }
+        const float2 product = make_float2(fmaf(h.scale, total[c], total[W + c]), fmaf(h.scale, total[c + 1], total[W + c + 1]));   // v_k^T column
+        if (warp == 0 && rank == 0) {
+            if (c < k) sG[c * kTPitch + k] = product.x;
+            if (c + 1 < k) sG[(c + 1) * kTPitch + k] = product.y;
+            if (lane == 0) s_tau[k] = h.tau;
+        }
+        if (h.tau == 0) continue;
+        const float2 f = make_float2(c > k ? -h.tau * product.x : 0.0f, c + 1 > k ? -h.tau * product.y : 0.0f);
+        below(k, [&](long at, float2 y, float x) {
+            const float v = x * scale * h.scale;
+            dst[at] = c == k ? v : fmaf(f.x, v, y.x);
+            dst[at + 1] = c + 1 == k ? v : fmaf(f.y, v, y.y);
+        });
+        if (row0 <= k && k < row1 && warp == k % kWarps) {
+            dst[diagonal] = c == k ? h.beta : total[W + c] + f.x;
+            dst[diagonal + 1] = c + 1 == k ? h.beta : total[W + c + 1] + f.y;
+        }
+    }
+    __syncthreads();
+    if (rank == 0 && threadIdx.x < W) p.tau[matrix * p.n + p.col + threadIdx.x] = s_tau[threadIdx.x];
+    PanelArgs finished = p;
+    finished.src = p.dst;
+    for (int i = row0; i < row1; i += 64) {
+        load_rows<W>(stage, finished, matrix, i, min(64, row1 - i));
+        __syncthreads();
+        store_v_tiles(stage, p, matrix, i, min(64, row1 - i));
+        __syncthreads();
+    }
+    if (rank == 0) larft(sG, stage, stage + W * kTPitch, s_tau, p.t + matrix * W * W);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1054,27 +1221,6 @@ __device__ __forceinline__ float rcp_newton(float x) {
     asm("rcp.approx.f32 %0, %1;" : "=f"(q) : "f"(x));
     return fmaf(q, fmaf(-x, q, 1.0f), q);
 }
-__device__ __forceinline__ void cluster_arrive() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_wait() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_sync() { cluster_arrive(); cluster_wait(); }
-template <typename T> __device__ __forceinline__ T* in_rank(T* shared, uint32_t rank) {   // the same place in another block
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    uint64_t there;
-    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(reinterpret_cast<uint64_t>(shared)), "r"(rank));
-    return reinterpret_cast<T*>(there);
-#else
-    return shared;
-#endif
-}
-
 // The 64 steps on G and P_top, two at a time. 16 x 16 threads; thread (ty, tx) keeps entries (ty + 16 a, tx + 16 b) of both in
 // registers. The owners of rows k and l = k + 1 (and of those columns of P_top) publish them, one barrier, then everyone
 // works out the two steps' rows and columns for itself and applies its part of the rank-2 updates. The long chain is two
@@ -1779,7 +1925,7 @@ __global__ void __launch_bounds__(kLarfbThreads, 2) larfb_kernel(const LarfbArgs
 // ---------------------------------------------------------------------------------------------------------------------
 // Everything goes to the default queue, in order. Errors come back as a text that names the kernel; nothing is printed.
 enum Backend { kMma = 0, kWgmma = 1, kTcgen05 = 2 };
-enum StepKind { kWhole = 0, kPanel = 1, kClusterPanel = 2 };
+enum StepKind { kWhole = 0, kPanel = 1, kClusterPanel = 2, kTallPanel = 3 };
 
 namespace {
 thread_local char error_text[256];
@@ -1882,6 +2028,8 @@ extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work
                 case 16: geqr2<16, 4, 16, true>(launch, p, batch); break;
                 default: return "qr_geqrf: no panel kernel for this number of rows";
             }
+        } else if (kind == kTallPanel) {
+            launch("geqr2_tall_kernel", geqr2_tall_kernel, static_cast<long>(batch) * ranks, Geqr2TallShape::kThreads, Geqr2TallShape::kSmemBytes, ranks, p);
         } else {
             switch (R) {
                 case 2: geqr2_cluster<2>(launch, p, batch, ranks); break;
@@ -1929,6 +2077,7 @@ extern "C" int qr_max_cluster() {
 # =====================================================================================================================
 CPP_SOURCE = r"""
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/utils/pybind.h>
@@ -1943,9 +2092,11 @@ std::tuple<at::Tensor, at::Tensor> geqrf(const at::Tensor& A, const std::vector<
     const c10::DeviceGuard guard(A.device());
     const auto options = A.options().requires_grad(false);
     const int batch = A.size(0), n = A.size(1), count = steps.size() / 6;
+    // The kernels load 16 bytes at a time; a view may start anywhere.
+    const at::Tensor aligned = reinterpret_cast<uintptr_t>(A.const_data_ptr()) % 16 ? A.clone() : A;
     at::Tensor H = at::empty(A.sizes(), options), tau = at::empty({batch, n}, options), work;
     if (count > 1) work = at::empty({qr_work_bytes(batch, n)}, options.dtype(at::kByte));
-    const char* error = qr_geqrf(A.const_data_ptr<float>(), H.mutable_data_ptr<float>(), tau.mutable_data_ptr<float>(),
+    const char* error = qr_geqrf(aligned.const_data_ptr<float>(), H.mutable_data_ptr<float>(), tau.mutable_data_ptr<float>(),
                                  count > 1 ? work.mutable_data_ptr() : nullptr, batch, n, steps.data(), count, backend);
     TORCH_CHECK(!error, error);
     return {H, tau};

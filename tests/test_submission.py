@@ -1,0 +1,480 @@
+"""submission.py without a GPU: arguments, routes, board law, sources for every architecture, each message of a failed build."""
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import kernelguard
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import submission
+from submission import CLUSTER, PANEL, SINGLE, TALL, WHOLE, BuildError, DeviceInfo, Plan, custom_kernel, plan
+
+ROOT = Path(submission.__file__).resolve().parent
+TEXT = (ROOT / "submission.py").read_text()
+H200 = DeviceInfo((9, 0), 132, 232448, 16)
+B200 = DeviceInfo((10, 0), 148, 232448, 16)
+A100 = DeviceInfo((8, 0), 108, 166912, 0)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad, error, words", [
+    ([[1.0]], TypeError, ("torch.Tensor", "list")),
+    (None, TypeError, ("torch.Tensor", "NoneType")),
+    (torch.zeros(3, 3), ValueError, ("(batch, n, n)", "(3, 3)")),
+    (torch.zeros(2, 3, 4), ValueError, ("(batch, n, n)", "(2, 3, 4)")),
+    (torch.zeros(2, 2, 3, 3), ValueError, ("(2, 2, 3, 3)",)),
+    (torch.zeros(()), ValueError, ("()",)),
+    *[(torch.zeros(2, 3, 3, dtype=dtype), TypeError, ("torch.float32", str(dtype)))
+      for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int32, torch.bool)],
+    (torch.zeros(2, 3, 3, device="meta"), ValueError, ("meta",)),
+    (torch.zeros(2, 3, 3).to_sparse(), ValueError, ("sparse",)),
+])
+def test_bad_argument_is_named(bad, error, words):
+    for call in (custom_kernel, submission.plan_for):
+        with pytest.raises(error, match="^A: expected") as caught:
+            call(bad)
+        for word in words:
+            assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 4), (3, 0, 0), (0, 0, 0), (5, 1, 1), (2, 7, 7)])
+def test_cpu_tensor_is_factored_by_geqrf(shape):
+    A = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    kept = A.clone()
+    H, tau = custom_kernel(A)
+    want = torch.geqrf(A)
+    assert type(custom_kernel(A)) is tuple and H.shape == shape and tau.shape == shape[:2]
+    assert torch.equal(H, want[0]) and torch.equal(tau, want[1]) and torch.equal(A, kept)
+    assert submission.plan_for(A).reason == "A is on cpu"
+
+
+def test_strides_of_a_cpu_tensor_do_not_matter():
+    A = torch.randn(3, 9, 9, generator=torch.Generator().manual_seed(2))
+    for view in (A.mT, A.flip(0), A[::2], A.expand(3, 9, 9)):
+        assert all(map(torch.equal, custom_kernel(view), torch.geqrf(view.contiguous())))
+
+
+def test_no_derivative():
+    A = torch.randn(2, 5, 5, requires_grad=True)
+    with pytest.raises(RuntimeError):
+        custom_kernel(A)[0].sum().backward()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Route
+# ---------------------------------------------------------------------------------------------------------------------
+
+SIZES = [*range(1, 20), 31, 32, 33, 63, 64, 65, 95, 96, 127, 128, 129, 160, 176, 191, 192, 193, 200, 255, 256, 257, 300, 352, 384, 511, 512, 513,
+         700, 1000, 1024, 1025, 1500, 2048, 2500, 4095, 4096, 8192, 8193, 16384, 40000]
+BATCHES = [1, 2, 3, 7, 8, 20, 40, 60, 132, 133, 640, 4096]
+
+
+def check_route(route: Plan, batch: int, n: int, info: DeviceInfo, backend: str):
+    """Every column is factored once, in order, by kernels that hold the rows they are given and clusters that exist."""
+    assert route.backend == backend and not route.reason
+    *panels, last = route.steps
+    assert [step.column for step in route.steps] == list(range(0, PANEL * len(route.steps), PANEL))
+    assert last.kind == WHOLE and 0 < n - last.column <= submission.WHOLE_LIMIT and 32 * last.rows_per_lane >= n - last.column
+    assert last.rows_per_lane in range(1, 7), "the whole-matrix kernels that exist"
+    assert (last.ranks, last.gram_ranks, last.larfb_ranks) == (1, 0, 0)
+    assert not panels or n > submission.WHOLE_LIMIT, "a matrix that fits one block is one launch"
+    for step in panels:
+        rows = n - step.column
+        assert rows >= 2 * PANEL, "a panel has 64 columns and something right of it"
+        assert 1 <= step.gram_ranks <= min(8, max(info.max_cluster, 1)) and 64 % step.gram_ranks == 0
+        assert step.gram_ranks <= -(-rows // 128), "each block of the Gram kernel has a slab"
+        assert 1 <= step.larfb_ranks <= min(32, max(info.max_cluster, 1))
+        assert 1 <= step.ranks <= max(info.max_cluster, 1) and step.ranks & (step.ranks - 1) == 0
+        if step.kind == TALL:
+            assert rows > submission.BLOCK_ROWS * step.ranks and step.ranks == max(info.max_cluster, 1)
+        else:
+            assert step.rows_per_lane in {SINGLE: (8, 16), CLUSTER: (2, 4, 8, 16)}[step.kind], "the panel kernels that exist"
+            assert 32 * step.rows_per_lane * step.ranks >= rows and (step.kind == SINGLE) == (step.ranks == 1)
+    assert plan(batch, n, info, backend) == route, "pure"
+
+
+@pytest.mark.parametrize("info, backend", [(H200, "wgmma"), (H200, "mma"), (B200, "tcgen05"), (A100, "mma"),
+                                           (H200._replace(max_cluster=8), "wgmma"), (H200._replace(multiprocessors=7), "wgmma")])
+def test_route_over_a_grid(info, backend):
+    for n in SIZES:
+        for batch in BATCHES:
+            check_route(plan(batch, n, info, backend), batch, n, info, backend)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 2000), st.integers(1, 20000), st.integers(1, 200), st.sampled_from([0, 2, 4, 8, 16]))
+def test_route_anywhere(batch, n, multiprocessors, max_cluster):
+    info = H200._replace(multiprocessors=multiprocessors, max_cluster=max_cluster)
+    check_route(plan(batch, n, info, "wgmma"), batch, n, info, "wgmma")
+
+
+def test_routes_to_geqrf_say_why():
+    assert plan(2, 100, H200, "geqrf").reason == "torch.geqrf was asked for"
+    small = H200._replace(shared_bytes=100 << 10)
+    assert plan(2, 128, small, "mma").steps and "129" in plan(2, 129, small, "mma").reason and "102400" in plan(2, 129, small, "mma").reason
+    assert "batch = 3000000000" in plan(3_000_000_000, 2, H200, "wgmma").reason
+    for route in (plan(2, 100, H200, "geqrf"), plan(2, 129, small, "mma"), plan(3_000_000_000, 2, H200, "wgmma")):
+        assert route.backend == "geqrf" and route.steps == ()
+
+
+def test_ranked_sizes_are_no_special_case():
+    """Neighbours of a ranked shape take the same kernels, up to where the last panel ends."""
+    def kernels(batch, n, count):
+        return [(s.kind, s.rows_per_lane, s.ranks, s.gram_ranks, s.larfb_ranks) for s in plan(batch, n, H200, "wgmma").steps[:count]]
+    for batch, n in ((20, 32), (40, 176), (40, 352), (640, 512), (60, 1024), (8, 2048), (2, 4096)):
+        count = max(1, n // PANEL - 2)
+        assert kernels(batch, n, count) == kernels(batch, n - 1, count) == kernels(batch + (batch > 100), n, count), (batch, n)
+
+
+def test_steps_are_flattened_as_the_host_driver_reads_them():
+    route = plan(60, 1024, H200, "wgmma")
+    flat = submission._flat(route)
+    assert len(flat) == 6 * len(route.steps) and flat[6:12] == list(route.steps[1])
+    kinds = re.search(r"enum StepKind \{(.*?)\}", submission.CUDA_SOURCE)[1]
+    assert [int(x) for x in re.findall(r"= (\d)", kinds)] == [WHOLE, SINGLE, CLUSTER, TALL]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Board law and the map
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_forbidden_letters_do_not_occur():
+    assert "".join(("s", "tream")) not in TEXT.lower()
+    assert "".join(("s", "tream")) not in (submission.CUDA_SOURCE + submission.CPP_SOURCE).lower()
+
+
+def test_kernelguard_matches_nothing():
+    verdict = kernelguard.analyze_code(TEXT)
+    assert verdict["matched_patterns"] == [] and verdict["classification"] == "valid" and not verdict["should_filter"]
+    cheat = "_seen = {}\ndef custom_kernel(data):\n    k = data.data_ptr()\n    if k in _seen:\n        return _seen[k]\n    _seen[k] = torch.geqrf(data)\n    return _seen[k]\n"
+    assert kernelguard.analyze_code(cheat)["matched_patterns"], "the scanner itself works"
+
+
+def test_file_map_names_what_exists():
+    lines = re.search(r"File map\n(.*?)\n\n", submission.__doc__, re.S)[1].splitlines()
+    names = [name for line in lines for name in re.findall(r"\b[A-Za-z_0-9]+\b", re.sub(r"\(gram_panel_kernel makes its own T\)|\(products of tiles\)", "", line.split(":", 1)[1]))]
+    assert len(names) > 20
+    for name in names:
+        assert re.search(rf"(def|class|struct) {name}\b|\b{name}\(", TEXT.split('"""', 2)[2]), name
+
+
+def test_launch_names_are_the_kernels():
+    """The name that an error would report is the kernel's."""
+    launches = re.findall(r'launch\("(\w+)", (?:p\.n % 4 \? )?(\w+)', submission.CUDA_SOURCE)
+    assert len(launches) >= 5 and all(said == kernel for said, kernel in launches)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The CUDA sources, compiled for every architecture
+# ---------------------------------------------------------------------------------------------------------------------
+
+TARGETS = {"mma": (8, 0), "wgmma": (9, 0), "tcgen05": (10, 0)}
+INSTRUCTIONS = {"mma": "mma.sync.aligned.m16n8k16.row.col.f32.bf16", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma"}
+
+
+@pytest.fixture(scope="session")
+def ptx(tmp_path_factory):
+    """Backend -> PTX, compiled with the flags of the build (nvcc, no torch header)."""
+    if not shutil.which("nvcc"):
+        pytest.skip("nvcc is not on PATH")
+    try:
+        kittens = submission.find_thunderkittens()
+    except BuildError as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("ptx")
+    source = folder / "qr.cu"
+    source.write_text(submission.CUDA_SOURCE)
+
+    def compile_for(backend):
+        out = folder / f"{backend}.ptx"
+        flags = [flag.replace("-gencode=arch=", "-arch=").split(",")[0] for flag in submission.nvcc_flags(backend, TARGETS[backend])]
+        done = subprocess.run(["nvcc", "-ptx", *flags, f"-I{kittens}", str(source), "-o", str(out)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "warning" not in done.stderr, done.stderr
+        return out.read_text()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(TARGETS, pool.map(compile_for, TARGETS)))
+
+
+@pytest.mark.parametrize("backend", TARGETS)
+def test_ptx_holds_the_backends_instruction(ptx, backend):
+    text = ptx[backend]
+    assert f".target sm_{TARGETS[backend][0]}{TARGETS[backend][1]}" in text
+    assert INSTRUCTIONS[backend] in text and INSTRUCTIONS["mma"] in text, "mma.sync is the safety net everywhere"
+    for other, instruction in INSTRUCTIONS.items():
+        assert other in (backend, "mma") or instruction not in text
+    kernels = {name for name in ("geqr2_kernel", "geqr2_cluster_kernel", "geqr2_tall_kernel", "gram_panel_kernel", "larfb_kernel")
+               if re.search(rf"\.entry \w*{name}", text)}
+    assert len(kernels) == 5
+
+
+def test_cuda_source_includes_no_torch_header():
+    headers = re.findall(r"#include [<\"]([^>\"]+)", submission.CUDA_SOURCE)
+    assert headers and not [name for name in headers if re.match(r"torch|ATen|c10|pybind", name)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ThunderKittens and the tools: found, or missed by name
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def make_kittens(folder: Path) -> Path:
+    (folder / "include").mkdir(parents=True)
+    (folder / "include" / "kittens.cuh").touch()
+    return folder / "include"
+
+
+@pytest.fixture
+def nowhere(monkeypatch, tmp_path, fresh_choice):
+    """A place with no ThunderKittens in any of the searched folders."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(submission, "__file__", str(tmp_path / "elsewhere" / "submission.py"))
+    return tmp_path
+
+
+def script(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+    return path
+
+
+def test_thunderkittens_is_looked_for_in_order(nowhere, monkeypatch):
+    cache = make_kittens(submission.thunderkittens_cache())
+    assert submission.find_thunderkittens() == cache and submission.THUNDERKITTENS_COMMIT in str(cache)
+    beside = make_kittens(nowhere / "elsewhere" / "ThunderKittens")
+    assert submission.find_thunderkittens() == beside
+    here = make_kittens(nowhere / "work" / "ThunderKittens")
+    assert submission.find_thunderkittens() == here
+    monkeypatch.setenv("THUNDERKITTENS_ROOT", str(make_kittens(nowhere / "named").parent))
+    assert submission.find_thunderkittens() == nowhere / "named" / "include"
+    monkeypatch.setenv("THUNDERKITTENS_ROOT", str(nowhere / "wrong"))
+    with pytest.raises(BuildError, match="THUNDERKITTENS_ROOT=.*wrong has no include/kittens.cuh"):
+        submission.find_thunderkittens()
+
+
+def test_thunderkittens_is_cloned_once_at_its_commit(nowhere, monkeypatch):
+    log = nowhere / "log"
+    bin_ = nowhere / "bin"
+    bin_.mkdir()
+    script(bin_, "git", f'echo "$@" >> {log}\ncase "$*" in *checkout*) mkdir -p "$2/include"; touch "$2/include/kittens.cuh";; esac\n')
+    monkeypatch.setenv("PATH", str(bin_), prepend=os.pathsep)
+    for _ in range(2):
+        assert submission.find_thunderkittens() == submission.thunderkittens_cache() / "include"
+    calls = log.read_text().splitlines()
+    assert len(calls) == 3 and f"--depth 1 {submission.THUNDERKITTENS_URL} {submission.THUNDERKITTENS_COMMIT}" in calls[1]
+    assert [path.name for path in submission.thunderkittens_cache().parent.iterdir()] == [submission.THUNDERKITTENS_COMMIT], "no litter"
+
+
+def test_no_network_and_no_git_are_said(nowhere, monkeypatch):
+    bin_ = nowhere / "bin"
+    bin_.mkdir()
+    script(bin_, "git", 'echo "fatal: unable to access: Could not resolve host: github.com" >&2\nexit 128\n')
+    monkeypatch.setenv("PATH", str(bin_), prepend=os.pathsep)
+    with pytest.raises(BuildError, match=r"cloning https://github.com/HazyResearch/ThunderKittens failed \(fatal: .*resolve host.*THUNDERKITTENS_ROOT"):
+        submission.find_thunderkittens()
+    assert not any(submission.thunderkittens_cache().parent.iterdir()), "no litter"
+    monkeypatch.setenv("PATH", str(nowhere))
+    with pytest.raises(BuildError, match="git, needed to fetch it, is not on PATH: set THUNDERKITTENS_ROOT"):
+        submission.find_thunderkittens()
+
+
+@pytest.fixture
+def toolchain(monkeypatch, tmp_path):
+    """A CUDA_HOME, ninja and compiler that check_toolchain accepts; returns the folder of stubs, which is all of PATH."""
+    from torch.utils import cpp_extension
+    (tmp_path / "bin").mkdir()
+    script(tmp_path / "bin", "nvcc", 'echo "Cuda compilation tools, release 13.0, V13.0.88"\n')
+    script(tmp_path / "bin", "ninja", "echo 1.13\n")
+    script(tmp_path / "bin", "c++", 'echo "#define __GNUC__ 12"\n')
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CXX", raising=False)
+    submission.check_toolchain()
+    return tmp_path / "bin"
+
+
+def test_each_missing_tool_is_named(toolchain, monkeypatch):
+    from torch.utils import cpp_extension
+    (toolchain / "c++").rename(toolchain / "hidden")
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler: c\+\+ is not on PATH"):
+        submission.check_toolchain()
+    (toolchain / "ninja").unlink()
+    with pytest.raises(BuildError, match="ninja is not on PATH: pip install ninja"):
+        submission.check_toolchain()
+    (toolchain / "nvcc").unlink()
+    with pytest.raises(BuildError, match="nvcc not found.*CUDA_HOME"):
+        submission.check_toolchain()
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    with pytest.raises(BuildError, match="CUDA_HOME is None"):
+        submission.check_toolchain()
+
+
+def test_old_compiler_and_other_cuda_are_said(toolchain, monkeypatch):
+    script(toolchain, "g++-10", 'echo "#define __GNUC__ 10"\n')
+    monkeypatch.setenv("CXX", "g++-10")
+    with pytest.raises(BuildError, match=r"g\+\+-10 is g\+\+ 10: C\+\+20 needs g\+\+ 11"):
+        submission.check_toolchain()
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    with pytest.raises(BuildError, match=r"is CUDA 13\.0, but torch .* was built with CUDA 12\.8"):
+        submission.check_toolchain()
+
+
+def test_compile_error_is_quoted(toolchain, monkeypatch):
+    from torch.utils import cpp_extension
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("Error building extension\n[1/3] nvcc\nqr.cu(12): error: identifier \"x\" is undefined\nninja: build stopped")
+    monkeypatch.setattr(cpp_extension, "load_inline", broken)
+    with pytest.raises(BuildError, match=r'compiling the mma extension for compute capability 8\.0 failed: qr\.cu\(12\): error: identifier "x"'):
+        submission.build("mma", (8, 0))
+
+
+def test_build_name_follows_sources_flags_and_versions(toolchain, monkeypatch):
+    from torch.utils import cpp_extension
+    names = []
+    monkeypatch.setattr(cpp_extension, "load_inline", lambda name, *args, **kwargs: names.append(name))
+    submission.build("mma", (8, 0))
+    submission.build("mma", (8, 0))
+    assert names[0] == names[1] and names[0].startswith("qr_mma_")
+    submission.build("mma", (8, 6))
+    monkeypatch.setattr(submission, "CUDA_SOURCE", submission.CUDA_SOURCE + "\n")
+    submission.build("mma", (8, 0))
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    submission.build("mma", (8, 0))
+    assert len(set(names)) == 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Choice of the backend, on a pretended device
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Properties:
+    multi_processor_count, shared_memory_per_block_optin = 132, 232448
+
+
+class Extension:
+    def __init__(self, name):
+        self.name = name
+
+    def max_cluster(self):
+        return 16
+
+
+class NoDevice:
+    def __init__(self, *args):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        return False
+
+
+@pytest.fixture
+def hopper(monkeypatch, fresh_choice):
+    """Compute capability 9.0 where everything builds and is right; `broken` names backends that do not build or not prove."""
+    broken = {}
+
+    def build(name, capability):
+        if broken.get(name) == "build":
+            raise BuildError(f"no compiler for {name}")
+        return Extension(name)
+
+    def prove(extension, name, info, device):
+        if broken.get(name) == "wrong":
+            raise BuildError(f"the {name} backend computed a wrong factorization")
+        if broken.get(name) == "crash":
+            raise RuntimeError("larfb_kernel: an illegal instruction")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    monkeypatch.setattr(torch.cuda, "device", NoDevice)
+    monkeypatch.setattr(submission, "build", build)
+    monkeypatch.setattr(submission, "prove", prove)
+    return broken
+
+
+def test_best_backend_is_chosen_without_a_word(hopper):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        choice = submission.choose_backend(0)
+    assert choice.name == choice.extension.name == "wgmma" and choice.info == H200 and choice.reason == ""
+
+
+@pytest.mark.parametrize("fault, words", [("build", "no compiler for wgmma"), ("wrong", "wrong factorization"), ("crash", "illegal instruction")])
+def test_a_failing_backend_is_said_once_and_the_next_serves(hopper, fault, words):
+    hopper["wgmma"] = fault
+    with pytest.warns(UserWarning, match=f"custom_kernel cannot use wgmma: .*{words}") as caught:
+        choice = submission.choose_backend(0)
+        assert submission.choose_backend(0) is choice
+    assert len(caught) == 1 and choice.name == "mma" and words in choice.reason
+
+
+def test_geqrf_serves_when_nothing_works(hopper):
+    hopper.update(wgmma="build", mma="wrong")
+    with pytest.warns(UserWarning) as caught:
+        choice = submission.choose_backend(0)
+    assert [str(w.message).split(":")[0] for w in caught] == ["custom_kernel cannot use wgmma", "custom_kernel cannot use mma"]
+    assert choice.name == "geqrf" and choice.extension is None
+    route, steps, extension, _ = submission._route(0, 2, 100)
+    assert (route.backend, steps, extension) == ("geqrf", [], None) and "no compiler for wgmma" in route.reason
+
+
+def test_forced_backend(hopper, monkeypatch):
+    monkeypatch.setenv("QR_BACKEND", "mma")
+    assert submission.choose_backend(0).name == "mma"
+    hopper["mma"] = "wrong"
+    submission.choose_backend.cache_clear()
+    with pytest.raises(BuildError, match="wrong factorization"):
+        submission.choose_backend(0)
+    monkeypatch.setenv("QR_BACKEND", "tcgen05")
+    with pytest.raises(BuildError, match=r"QR_BACKEND=tcgen05: compute capability 9\.0 has wgmma, mma"):
+        submission.choose_backend(0)
+    monkeypatch.setenv("QR_BACKEND", "cublas")
+    with pytest.raises(ValueError, match="QR_BACKEND: expected one of tcgen05, wgmma, mma, geqrf, got 'cublas'"):
+        submission.choose_backend(0)
+    monkeypatch.setenv("QR_BACKEND", "geqrf")
+    assert submission.choose_backend(0).name == "geqrf"
+
+
+def test_forced_fallback_builds_nothing(hopper, monkeypatch):
+    monkeypatch.setattr(submission, "build", None)
+    monkeypatch.setenv("QR_FORCE_FALLBACK", "1")
+    assert submission.choose_backend(0).reason == "QR_FORCE_FALLBACK=1"
+
+
+def test_unsupported_device_is_said(hopper, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    with pytest.warns(UserWarning, match=r"custom_kernel uses torch.geqrf: compute capability 7\.5 is below 8\.0"):
+        assert submission.choose_backend(0).name == "geqrf"
+
+
+@pytest.mark.parametrize("capability, want", [((7, 5), []), ((8, 0), ["mma"]), ((8, 9), ["mma"]), ((9, 0), ["wgmma", "mma"]), ((10, 0), ["tcgen05", "mma"]),
+                                              ((10, 3), ["tcgen05", "mma"]), ((12, 0), ["mma"])])
+def test_candidates(capability, want):
+    assert submission.candidates(capability) == want
+
+
+def test_import_needs_no_compiler_and_no_device(tmp_path):
+    """A fresh process with an empty PATH imports the module and factors a CPU tensor."""
+    code = "import torch, submission; H, tau = submission.custom_kernel(torch.eye(3)[None]); print(tuple(tau.shape))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() == "(1, 3)", done.stderr
