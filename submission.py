@@ -44,7 +44,9 @@ from task import input_t, output_t
 PANEL = 64                   # columns of a panel
 WHOLE_LIMIT = 192            # largest matrix that one block keeps in registers
 BLOCK_ROWS = 512             # rows of a panel that one block keeps in registers
-LARFB_ROWS = 256             # rows of the trailing matrix that one block of the update keeps in registers
+PAIR = 16 * 1024             # bytes of a 64 x 64 tile in two bf16 parts
+LARFB_GROUPS, LARFB_SLOTS = 4, 8    # at most: warpgroups of a block of the update, and tiles of V in its shared memory
+LARFB_START, LARFB_TILE, LARFB_UNIT, LARFB_MEET = 3000, 1400, 2000, 3000   # its cycles: a block's start, a tile, a unit, a cluster's meeting
 BLOCKED_SHARED = 160 * 1024  # bytes of shared memory a block needs beyond 128 rows
 WHOLE, SINGLE, CLUSTER, TALL = range(4)   # kinds of Step, as in the CUDA source's StepKind
 MAX_BLOCKS = 2**31 - 1       # of one launch
@@ -62,13 +64,17 @@ class DeviceInfo(NamedTuple):
 class Step(NamedTuple):
     """One panel (and its trailing update), or the last square block whole. Column by column, rows are dealt to `ranks` blocks,
     at most 32 rows_per_lane each (0: any number, kept in memory); the Gram kernel comes first on `gram_ranks` blocks a matrix,
-    unless 0. The update deals rows to clusters of `larfb_ranks` blocks."""
+    unless 0. The update deals rows to `larfb_ranks` blocks and columns to `larfb_chunks`, of `larfb_groups` warpgroups each, with
+    `larfb_slots` tiles of V in shared memory."""
     kind: int
     column: int
     rows_per_lane: int
     ranks: int
     gram_ranks: int
     larfb_ranks: int
+    larfb_chunks: int
+    larfb_groups: int
+    larfb_slots: int
 
 
 class Plan(NamedTuple):
@@ -76,6 +82,29 @@ class Plan(NamedTuple):
     backend: str
     steps: tuple[Step, ...]
     reason: str = ""
+
+
+def larfb_shape(batch: int, rows: int, info: DeviceInfo) -> tuple[int, int, int, int]:
+    """(ranks, chunks, warpgroups, slots) of the update under a panel of `rows` rows: the cheapest by a count of cycles.
+
+    A block costs its start, and for each round of its warpgroups the tiles of 64 rows, twice, and the product with T."""
+    tiles = -(-rows // PANEL)
+    units = tiles - 1
+    best = None
+    ranks = 1
+    while ranks <= max(1, min(info.max_cluster, 8)) and ranks <= tiles:
+        own_tiles = -(-tiles // ranks)
+        for per_chunk in range(1, min(units, 64) + 1):
+            chunks, groups = -(-units // per_chunk), min(LARFB_GROUPS, per_chunk)
+            slots = min(LARFB_SLOTS, own_tiles, (info.shared_bytes - 1024) // PAIR - 1 - groups)
+            resident = 2 if groups <= 2 and 2 * ((slots + 1 + groups) * PAIR + 2048) <= info.shared_bytes else 1
+            waves = -(-batch * ranks * chunks // (info.multiprocessors * resident))
+            rounds = -(-per_chunk // groups)
+            cycles = waves * (LARFB_START + rounds * (own_tiles * LARFB_TILE + LARFB_UNIT + (ranks > 1) * LARFB_MEET))
+            if slots > 0 and (best is None or cycles < best[0]):
+                best = cycles, (ranks, chunks, groups, slots)
+        ranks *= 2
+    return best[1]
 
 
 def plan(batch: int, n: int, info: DeviceInfo, backend: str) -> Plan:
@@ -93,25 +122,23 @@ def plan(batch: int, n: int, info: DeviceInfo, backend: str) -> Plan:
         rows, ranks, gram_ranks = n - column, 1, 1
         while 2 * gram_ranks <= min(info.max_cluster, 8) and 2 * gram_ranks * batch <= info.multiprocessors and rows > 128 * (2 * gram_ranks - 1):
             gram_ranks *= 2
-        larfb_ranks = max(1, min(info.max_cluster, -(-rows // LARFB_ROWS)))
-        if 8 < larfb_ranks < 16:
-            larfb_ranks = 8
+        larfb = larfb_shape(batch, rows, info)
         while rows > BLOCK_ROWS * ranks and ranks < info.max_cluster:
             ranks *= 2
         if rows > BLOCK_ROWS * ranks:
-            steps.append(Step(TALL, column, 0, ranks, gram_ranks, larfb_ranks))
+            steps.append(Step(TALL, column, 0, ranks, gram_ranks, *larfb))
         elif ranks == 1:
-            steps.append(Step(SINGLE, column, 8 if rows <= 256 else 16, 1, gram_ranks, larfb_ranks))
+            steps.append(Step(SINGLE, column, 8 if rows <= 256 else 16, 1, gram_ranks, *larfb))
         else:
             while 2 * ranks <= info.max_cluster and 2 * ranks * batch <= info.multiprocessors and rows > 64 * ranks:
                 ranks *= 2
             rows_per_lane = 2
             while 32 * rows_per_lane * ranks < rows:
                 rows_per_lane *= 2
-            steps.append(Step(CLUSTER, column, rows_per_lane, ranks, gram_ranks, larfb_ranks))
+            steps.append(Step(CLUSTER, column, rows_per_lane, ranks, gram_ranks, *larfb))
         column += PANEL
-    steps.append(Step(WHOLE, column, -(-(n - column) // 32), 1, 0, 0))
-    blocks = batch * max(max(step.ranks, -(-(n - step.column) // PANEL) * step.larfb_ranks) for step in steps)
+    steps.append(Step(WHOLE, column, -(-(n - column) // 32), 1, 0, 0, 0, 0, 0))
+    blocks = batch * max(max(step.ranks, step.gram_ranks, step.larfb_ranks * step.larfb_chunks) for step in steps)
     if blocks > MAX_BLOCKS:
         return Plan("geqrf", (), f"batch = {batch} needs {blocks} blocks, one launch has at most {MAX_BLOCKS}")
     return Plan(backend, tuple(steps))
@@ -189,6 +216,42 @@ __device__ __forceinline__ void barrier_wait(uint64_t* bar, int parity) {
                      : "=r"(done) : "r"(smem_address(bar)), "r"(parity) : "memory");
 #endif
     }
+}
+
+// The same across a cluster: arrival on the barrier at this place in another block, and a wait that sees what the arriving
+// threads (and those they met before) wrote to shared memory anywhere in the cluster.
+__device__ __forceinline__ void barrier_arrive_in(uint64_t* bar, uint32_t rank) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}"
+                 ::"r"(smem_address(bar)), "r"(rank) : "memory");
+#endif
+}
+__device__ __forceinline__ void barrier_wait_cluster(uint64_t* bar, int parity) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    uint32_t done = 0;
+    while (!done)
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done) : "r"(smem_address(bar)), "r"(parity) : "memory");
+#endif
+}
+
+// One warp copies a (high, low) pair of tiles into shared memory; `full` (barrier_init with kPairArrivals) completes with it.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+constexpr int kPairArrivals = 1;
+#else
+constexpr int kPairArrivals = 32;
+#endif
+__device__ __forceinline__ void load_pair(uint8_t* to, const uint8_t* from, uint64_t* full) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    if (threadIdx.x % 32 == 0) {
+        asm volatile("{.reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;}" ::"r"(smem_address(full)), "r"(kPairBytes) : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                     ::"r"(smem_address(to)), "l"(from), "r"(kPairBytes), "r"(smem_address(full)) : "memory");
+    }
+#else
+    for (int at = threadIdx.x % 32 * 16; at < kPairBytes; at += 512) copy_async_16(to + at, from + at);
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_address(full)) : "memory");
+#endif
 }
 
 // Ordinary stores to shared memory, before wgmma and tcgen05 (which read through the asynchronous proxy) may see them.
@@ -308,7 +371,7 @@ struct PanelArgs {
     float* dst;            // batch x n x n: H
     float* tau;            // batch x n
     uint8_t* v_tiles;      // per matrix row_blocks x (high, low) tile images of V, unit diagonal and zeros above written out
-    float* t;              // per matrix 64 x 64, row-major: T, upper triangular, zeros written out
+    uint8_t* t;            // per matrix (high, low) tile images of T, upper triangular, zeros written out
     int* redo;             // per matrix: the Gram panel kernel declined; null: it was not asked
     int n, col, row_blocks;
 };
@@ -380,7 +443,7 @@ __device__ __forceinline__ void store_v_tiles(const float* stage, const PanelArg
 // Doubling: T = [T1, -T1 G12 T2; 0, T2], from 1 x 1 blocks (tau) to 64 x 64. Exact where tau = 0 (row and column vanish).
 // Whole block; G (strictly upper part), T and X: 64 x 65 floats in shared memory each (T and X take the stage's place). Ends with T in memory.
 constexpr int kTPitch = kPanelWidth + 1;
-__device__ __forceinline__ void larft(float* sG, float* sT, float* sX, const float* s_tau, float* t) {
+__device__ __forceinline__ void larft(float* sG, float* sT, float* sX, const float* s_tau, uint8_t* t) {
     for (int e = threadIdx.x; e < kPanelWidth * kPanelWidth; e += blockDim.x) {
         const int i = e / kPanelWidth, j = e % kPanelWidth;
         sT[i * kTPitch + j] = i == j ? s_tau[i] : 0.0f;
@@ -402,7 +465,13 @@ __device__ __forceinline__ void larft(float* sG, float* sT, float* sX, const flo
         }
         __syncthreads();
     }
-    for (int e = threadIdx.x; e < kPanelWidth * kPanelWidth; e += blockDim.x) t[e] = sT[e / kPanelWidth * kTPitch + e % kPanelWidth];
+    for (int e = threadIdx.x; e < kPanelWidth * kPanelWidth / 2; e += blockDim.x) {
+        const int i = e / (kPanelWidth / 2), j = e % (kPanelWidth / 2) * 2;
+        uint32_t high, low;
+        split_bf16(sT[i * kTPitch + j], sT[i * kTPitch + j + 1], high, low);
+        *reinterpret_cast<uint32_t*>(t + tile_offset(i, j)) = high;
+        *reinterpret_cast<uint32_t*>(t + kTileBytes + tile_offset(i, j)) = low;
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -606,7 +675,7 @@ __global__ void __launch_bounds__(32 * NW, 1) geqr2_kernel(const PanelArgs p) {
     if constexpr (kPanel) {
         store_v_tiles(stage, p, matrix, 0, m);
         __syncthreads();
-        larft(sG, stage, stage + kPanelWidth * kTPitch, s_tau, p.t + matrix * kPanelWidth * kPanelWidth);
+        larft(sG, stage, stage + kPanelWidth * kTPitch, s_tau, p.t + matrix * kPairBytes);
     }
 }
 
@@ -786,7 +855,7 @@ __global__ void __launch_bounds__(512, 1) geqr2_cluster_kernel(const PanelArgs p
     store_rows<W>(stage, p, matrix, row0, rows);
     if (rows > 0) store_v_tiles(stage, p, matrix, row0, rows);
     __syncthreads();
-    if (rank == 0) larft(sG, stage, stage + W * kTPitch, s_tau, p.t + matrix * kPanelWidth * kPanelWidth);
+    if (rank == 0) larft(sG, stage, stage + W * kTPitch, s_tau, p.t + matrix * kPairBytes);
     cluster_sync();   // no mail to a block that is gone
 #endif
 }
@@ -928,34 +997,40 @@ __global__ void __launch_bounds__(Geqr2TallShape::kThreads, 1) geqr2_tall_kernel
         store_v_tiles(stage, p, matrix, i, min(64, row1 - i));
         __syncthreads();
     }
-    if (rank == 0) larft(sG, stage, stage + W * kTPitch, s_tau, p.t + matrix * W * W);
+    if (rank == 0) larft(sG, stage, stage + W * kTPitch, s_tau, p.t + matrix * kPairBytes);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Products of 64-column tiles in three instruction sets
 // ---------------------------------------------------------------------------------------------------------------------
-// Each backend multiplies a 128-row operand A by an operand B of 64 columns, K = 64, for 256 threads: warps 0-3 and 4-7
-// take (for mma and wgmma) rows 0-63 and 64-127 of the result. Operands are pairs of high and low tile images; a product is
-// high high + high low + low high in float32, dropping low low (2^-16 of each term). Interface:
-//   Result             float pairs: [n8 block][row half]; warp rows start at row_of_warp(), lane l has rows l / 4 (+ 8),
-//                      columns 8 block + 2 (l % 4), + 1
-//   reset()            says that the registers of the result are free until the next start
-//   start(a, b, clear) begins result (+)= op(A) op(B); finish<pending>() waits until at most `pending` of the started
-//                      products still run; read(result) fetches it after finish<0>
-// Forms: kAtB: A given as 64 x 128 (two tiles side by side), B as 64 x 64. kAB: A 128 x 64, B 64 x 64. kABt: B as its
-// transpose. A's two tiles follow each other; the low tiles follow kALow and kBLow bytes after the high ones.
-//   start_split(a, b, clear)  begins A^T B for each warpgroup's own 64 x 64 A and B (tiles side by side), into the result of
-//                      read_group
-//   start_exact<form>(a, b), finish_exact()  a warpgroup's own product of 64 x 64 operands, each high + mid + low (three tiles):
-//                      all products but mid low and low low, as good as float32. The warpgroups need not meet.
-//   read_group(result) rows 16 (warp % 4) of the warpgroup's own product
+// Operands are tile images in shared memory, or registers. A product of split operands is high high + high low + low high in
+// float32, dropping low low (2^-16 of each term). Result: float pairs [n8 block][row half], lane l has rows l / 4 (+ 8) of its
+// warp's 16 and columns 8 block + 2 (l % 4), + 1. Interface, all calls by whole warpgroups:
+//   start(a, b, clear)   256 threads, A of 128 rows (two tiles, one after the other; the low tiles follow kALow and kBLow bytes
+//                      after the high ones), B 64 x 64: begins result (+)= op(A) op(B). finish() waits, read(result) fetches;
+//                      the warp's rows start at row_of_warp()
+//   start_exact(a, b)    a warpgroup's own product of 64 x 64 operands, each high + mid + low (three tiles): all products but
+//                      mid low and low low, as good as float32
+//   start_registers(a, b, stage, clear)   a warpgroup's own product of an Operand A and a (high, low) pair B; A stays as it is, and
+//                      stage (a pair) unused otherwise, until finish_group
+//   finish_group(), read_group(result)   for these two; warp w has rows 16 (w % 4) ...
+// Forms: kAtB: A given as its transpose (128 columns: two tiles side by side). kABt: B as its transpose.
 enum class Form { kAtB, kAB, kABt };
 
 struct Fragment { float2 v[8][2]; };
 
+// A warpgroup's 64 x 64 operand A in two bf16 parts, [k16 step][register]: registers 0 and 2 hold row l / 4 of the warp's 16, 1 and 3
+// row l / 4 + 8; 0 and 1 hold k = 16 step + 2 (l % 4) and the next, 2 and 3 those plus 8.
+struct Operand { uint32_t high[4][4], low[4][4]; };
+__device__ __forceinline__ void split(Operand& a, const Fragment& f) {     // a result's columns become the next product's k
+#pragma unroll
+    for (int s = 0; s < 4; ++s)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) split_bf16(f.v[2 * s + r / 2][r % 2].x, f.v[2 * s + r / 2][r % 2].y, a.high[s][r], a.low[s][r]);
+}
+
 struct MmaSync {
     Fragment sum;
-    static constexpr int kTmemColumns = 0;
     static constexpr bool kAsync = false;
     __device__ __forceinline__ static int row_of_warp() { return threadIdx.x / 32 * 16; }
     __device__ MmaSync(uint64_t*, uint32_t*) {}
@@ -999,9 +1074,6 @@ struct MmaSync {
         one<kForm>(a, b + kBLow);
         one<kForm>(a, b);
     }
-    template <int kALow, int kBLow> __device__ __forceinline__ void start_split(const uint8_t* a, const uint8_t* b, bool clear) {
-        start<Form::kAtB, kALow, kBLow>(a, b + threadIdx.x / 128 * kTileBytes, clear);
-    }
     template <Form kForm> __device__ __forceinline__ void start_exact(const uint8_t* a, const uint8_t* b) {
         reset();
         one<kForm>(a + 2 * kTileBytes, b);
@@ -1011,8 +1083,28 @@ struct MmaSync {
         one<kForm>(a, b + kTileBytes);
         one<kForm>(a, b);
     }
-    template <int kPending> __device__ __forceinline__ void finish() {}
-    __device__ __forceinline__ void finish_exact() {}
+    template <Form kForm> __device__ __forceinline__ void start_registers(const Operand& a, const uint8_t* b, uint8_t*, bool clear) {
+        const int lane = threadIdx.x % 32, low3 = lane & 7, bit3 = lane >> 3 & 1, bit4 = lane >> 4;
+        if (clear) reset();
+#pragma unroll
+        for (int s = 0; s < 4; ++s)
+#pragma unroll
+            for (int n0 = 0; n0 < 64; n0 += 16) {
+                const int row = kForm == Form::kABt ? n0 + low3 + 8 * bit4 : 16 * s + low3 + 8 * bit3;
+                const int column = kForm == Form::kABt ? 16 * s + 8 * bit3 : n0 + 8 * bit4;
+                uint32_t high[4], low[4];
+                load(high, b, row, column, kForm != Form::kABt);
+                load(low, b + kTileBytes, row, column, kForm != Form::kABt);
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    multiply(sum.v[n0 / 8 + h], a.low[s], high[2 * h], high[2 * h + 1]);
+                    multiply(sum.v[n0 / 8 + h], a.high[s], low[2 * h], low[2 * h + 1]);
+                    multiply(sum.v[n0 / 8 + h], a.high[s], high[2 * h], high[2 * h + 1]);
+                }
+            }
+    }
+    __device__ __forceinline__ void finish() {}
+    __device__ __forceinline__ void finish_group() {}
     __device__ __forceinline__ void read(Fragment& f) { f = sum; }
     __device__ __forceinline__ void read_group(Fragment& f) { f = sum; }
     __device__ __forceinline__ void close() {}
@@ -1027,11 +1119,20 @@ template <typename T> __device__ __forceinline__ const T& tile_at(const uint8_t*
 struct Wgmma {
     using Sum = kittens::rt_fl<16, 64>;
     Sum sum;
-    static constexpr int kTmemColumns = 0;
     static constexpr bool kAsync = true;
     __device__ __forceinline__ static int row_of_warp() { return threadIdx.x / 32 * 16; }
     __device__ Wgmma(uint64_t*, uint32_t*) {}
     __device__ __forceinline__ void reset() { kittens::warp::zero(sum); }
+    // kittens' mma_fence also fences the asynchronous proxy, which waits for every load under way: the callers do that where
+    // they have written operands to shared memory.
+    __device__ __forceinline__ void hold() {                               // no move of the sum's registers past this point
+#pragma unroll
+        for (int i = 0; i < 16; ++i) asm volatile("" : "+f"(sum.tiles[0][i / 4].data[i % 4].x), "+f"(sum.tiles[0][i / 4].data[i % 4].y));
+    }
+    __device__ __forceinline__ void fence() {
+        hold();
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    }
     template <Form kForm, bool kClear> __device__ __forceinline__ void one(const uint8_t* a, const uint8_t* b) {
         using T = Tile<64>;
         using Group = kittens::warpgroup;
@@ -1043,18 +1144,15 @@ struct Wgmma {
     template <Form kForm, int kALow, int kBLow>
     __device__ __forceinline__ void start(const uint8_t* a, const uint8_t* b, bool clear) {
         a += threadIdx.x / 128 * kTileBytes;
-        kittens::warpgroup::mma_fence(sum);
+        fence();
         if (clear) one<kForm, true>(a + kALow, b);
         else one<kForm, false>(a + kALow, b);
         one<kForm, false>(a, b + kBLow);
         one<kForm, false>(a, b);
     }
-    template <int kALow, int kBLow> __device__ __forceinline__ void start_split(const uint8_t* a, const uint8_t* b, bool clear) {
-        start<Form::kAtB, kALow, kBLow>(a, b + threadIdx.x / 128 * kTileBytes, clear);
-    }
     template <Form kForm> __device__ __forceinline__ void start_exact(const uint8_t* a, const uint8_t* b) {
         reset();
-        kittens::warpgroup::mma_fence(sum);
+        fence();
         one<kForm, true>(a + 2 * kTileBytes, b);
         one<kForm, false>(a, b + 2 * kTileBytes);
         one<kForm, false>(a + kTileBytes, b + kTileBytes);
@@ -1062,11 +1160,35 @@ struct Wgmma {
         one<kForm, false>(a, b + kTileBytes);
         one<kForm, false>(a, b);
     }
-    // Each start commits three groups (start_exact six, and only finish<0> follows it).
-    template <int kPending> __device__ __forceinline__ void finish() { kittens::warpgroup::mma_async_wait<3 * kPending>(); }
-    __device__ __forceinline__ void finish_exact() { finish<0>(); }
+    template <Form kForm> __device__ __forceinline__ void start_registers(const Operand& a, const uint8_t* b, uint8_t*, bool clear) {
+        using A = kittens::rt_bf<16, 64>;
+        using B = Tile<64>;
+        using Group = kittens::warpgroup;
+        A high, low;
+#pragma unroll
+        for (int s = 0; s < 4; ++s)
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                high.tiles[0][s].data[r] = reinterpret_cast<const __nv_bfloat162&>(a.high[s][r]);
+                low.tiles[0][s].data[r] = reinterpret_cast<const __nv_bfloat162&>(a.low[s][r]);
+            }
+        if (clear) reset();
+        fence();
+        const B &b_high = tile_at<B>(b), &b_low = tile_at<B>(b + kTileBytes);
+        if constexpr (kForm == Form::kAB) {
+            Group::template mma_AB<Sum, A, B, 0, 1>(sum, low, b_high);
+            Group::template mma_AB<Sum, A, B, 0, 1>(sum, high, b_low);
+            Group::template mma_AB<Sum, A, B, 0, 1>(sum, high, b_high);
+        } else {
+            Group::template mma_ABt<Sum, A, B, 0, 1>(sum, low, b_high);
+            Group::template mma_ABt<Sum, A, B, 0, 1>(sum, high, b_low);
+            Group::template mma_ABt<Sum, A, B, 0, 1>(sum, high, b_high);
+        }
+    }
+    __device__ __forceinline__ void finish() { kittens::warpgroup::mma_async_wait<0>(); }
+    __device__ __forceinline__ void finish_group() { finish(); }
     __device__ __forceinline__ void read(Fragment& f) {
-        kittens::warpgroup::mma_fence(sum);
+        hold();
 #pragma unroll
         for (int b = 0; b < 8; ++b)
 #pragma unroll
@@ -1078,30 +1200,28 @@ struct Wgmma {
 #endif
 
 #if defined(KITTENS_BLACKWELL)
-// The accumulator lives in 64 columns of tensor memory; thread 0 issues for the block. A commit per product arrives on one
-// of two barriers in turn, so that the previous product can be waited for while the next one runs.
+// The accumulators live in tensor memory: 64 columns for the block's products, and 64 rows by 64 columns for each warpgroup's own. The
+// first thread of the block or of the warpgroup issues; a commit arrives on the barrier that the others wait for.
 struct Tcgen05 {
     using Sum = kittens::tt<float, 128, 64>;
     using GroupSum = kittens::tt<float, 64, 64>;
     kittens::tensor_allocator<2, 1, false> memory;
     Sum sum;
-    GroupSum group_sum[2];                                                     // lanes 0-15 and 16-31 of every quarter
-    kittens::semaphore* done;                                               // [2]: the block's; [2 + g]: warpgroup g's
-    int exact = 0;                                                         // products of start_exact waited for
-    static constexpr int kTmemColumns = 64;
+    GroupSum group_sum;                                                     // lanes 0-15 or 16-31 of every quarter
+    kittens::semaphore* done;                                               // [0]: the block's products; [1 + g]: warpgroup g's
+    int products = 0, group_products = 0;                                   // waited for
     static constexpr bool kAsync = true;
-    int started = 0, waited = 0;
     __device__ __forceinline__ static int row_of_warp() { return 32 * (threadIdx.x / 32 % 4) + 16 * (threadIdx.x / 128); }
     __device__ Tcgen05(uint64_t* barriers, uint32_t* slot) : done(reinterpret_cast<kittens::semaphore*>(barriers)) {
         if (threadIdx.x == 0)
-            for (int i = 0; i < 4; ++i) kittens::init_semaphore(done[i], 0, 1);
+            for (int i = 0; i < 5; ++i) kittens::init_semaphore(done[i], 0, 1);
         if (threadIdx.x / 32 == 0) memory.provision(*slot);
         asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
         __syncthreads();
         asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
         memory.set_addr(*slot);
         sum = memory.template allocate<Sum>(0);
-        for (int g = 0; g < 2; ++g) group_sum[g] = memory.template allocate<GroupSum>(g, 64);
+        group_sum = memory.template allocate<GroupSum>(threadIdx.x / 128 % 2, 64 + threadIdx.x / 256 * 64);
     }
     template <Form kForm, int kALow, int kBLow>
     __device__ __forceinline__ void start(const uint8_t* a, const uint8_t* b, bool clear) {
@@ -1111,44 +1231,50 @@ struct Tcgen05 {
             else one<kForm, false>(a + kALow, b);
             one<kForm, false>(a, b + kBLow);
             one<kForm, false>(a, b);
-            kittens::tensor_commit<1>(done[started & 1]);
+            kittens::tensor_commit<1>(done[0]);
         }
-        ++started;
     }
     __device__ __forceinline__ void reset() {}
-    template <Form kForm, bool kClear> __device__ __forceinline__ void one_group(int g, const uint8_t* a, const uint8_t* b) {
-        GroupSum d(g ? group_sum[1].addr : group_sum[0].addr);
-        kittens::mma<kForm == Form::kAtB, kForm == Form::kABt, GroupSum, Tile<64>, Tile<64>, !kClear>(d, tile_at<Tile<64>>(a), tile_at<Tile<64>>(b));
-    }
-    template <int kALow, int kBLow> __device__ __forceinline__ void start_split(const uint8_t* a, const uint8_t* b, bool clear) {
-        if (threadIdx.x == 0) {
-            asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
-            for (int g = 0; g < 2; ++g, a += kTileBytes, b += kTileBytes) {
-                if (clear) one_group<Form::kAtB, true>(g, a + kALow, b);
-                else one_group<Form::kAtB, false>(g, a + kALow, b);
-                one_group<Form::kAtB, false>(g, a, b + kBLow);
-                one_group<Form::kAtB, false>(g, a, b);
-            }
-            kittens::tensor_commit<1>(done[started & 1]);
-        }
-        ++started;
+    template <Form kForm, bool kClear> __device__ __forceinline__ void one_group(const uint8_t* a, const uint8_t* b) {
+        kittens::mma<kForm == Form::kAtB, kForm == Form::kABt, GroupSum, Tile<64>, Tile<64>, !kClear>(group_sum, tile_at<Tile<64>>(a), tile_at<Tile<64>>(b));
     }
     template <Form kForm> __device__ __forceinline__ void start_exact(const uint8_t* a, const uint8_t* b) {
         if (threadIdx.x % 128 == 0) {
-            const int g = threadIdx.x / 128;
             asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
-            one_group<kForm, true>(g, a + 2 * kTileBytes, b);
-            one_group<kForm, false>(g, a, b + 2 * kTileBytes);
-            one_group<kForm, false>(g, a + kTileBytes, b + kTileBytes);
-            one_group<kForm, false>(g, a + kTileBytes, b);
-            one_group<kForm, false>(g, a, b + kTileBytes);
-            one_group<kForm, false>(g, a, b);
-            kittens::tensor_commit<1>(done[2 + g]);
+            one_group<kForm, true>(a + 2 * kTileBytes, b);
+            one_group<kForm, false>(a, b + 2 * kTileBytes);
+            one_group<kForm, false>(a + kTileBytes, b + kTileBytes);
+            one_group<kForm, false>(a + kTileBytes, b);
+            one_group<kForm, false>(a, b + kTileBytes);
+            one_group<kForm, false>(a, b);
+            kittens::tensor_commit<1>(done[1 + threadIdx.x / 128]);
         }
     }
-    __device__ __forceinline__ void finish_exact() {
-        kittens::wait(done[2 + threadIdx.x / 128], exact & 1);
-        ++exact;
+    template <Form kForm> __device__ __forceinline__ void start_registers(const Operand& a, const uint8_t* b, uint8_t* stage, bool clear) {
+        const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+#pragma unroll
+        for (int s = 0; s < 4; ++s)
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                uint8_t* const to = stage + tile_offset(row + r % 2 * 8, 16 * s + lane % 4 * 2 + r / 2 * 8);
+                *reinterpret_cast<uint32_t*>(to) = a.high[s][r];
+                *reinterpret_cast<uint32_t*>(to + kTileBytes) = a.low[s][r];
+            }
+        fence_async_proxy();
+        asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
+        group_sync(threadIdx.x / 128);
+        if (threadIdx.x % 128 == 0) {
+            asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
+            if (clear) one_group<kForm, true>(stage + kTileBytes, b);
+            else one_group<kForm, false>(stage + kTileBytes, b);
+            one_group<kForm, false>(stage, b + kTileBytes);
+            one_group<kForm, false>(stage, b);
+            kittens::tensor_commit<1>(done[1 + threadIdx.x / 128]);
+        }
+    }
+    __device__ __forceinline__ void finish_group() {
+        kittens::wait(done[1 + threadIdx.x / 128], group_products & 1);
+        ++group_products;
     }
     template <Form kForm, bool kClear> __device__ __forceinline__ void one(const uint8_t* a, const uint8_t* b) {
         using A = std::conditional_t<kForm == Form::kAtB, Tile<64, 128>, Tile<128>>;
@@ -1156,8 +1282,9 @@ struct Tcgen05 {
         constexpr int trans_a = kForm == Form::kAtB, trans_b = kForm == Form::kABt;
         kittens::mma<trans_a, trans_b, Sum, A, B, !kClear>(sum, tile_at<A>(a), tile_at<B>(b));
     }
-    template <int kPending> __device__ __forceinline__ void finish() {
-        for (; waited < started - kPending; ++waited) kittens::wait(done[waited & 1], waited >> 1 & 1);
+    __device__ __forceinline__ void finish() {
+        kittens::wait(done[0], products & 1);
+        ++products;
     }
     template <typename Load> __device__ __forceinline__ void fetch(Fragment& f, Load load) {
         asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
@@ -1174,7 +1301,7 @@ struct Tcgen05 {
         fetch(f, [&](auto& t) { kittens::group<8>::load_async(t, sum); });
     }
     __device__ __forceinline__ void read_group(Fragment& f) {
-        fetch(f, [&](auto& t) { kittens::warpgroup::load_async(t, GroupSum(threadIdx.x < 128 ? group_sum[0].addr : group_sum[1].addr)); });
+        fetch(f, [&](auto& t) { kittens::warpgroup::load_async(t, group_sum); });
     }
     __device__ __forceinline__ void close() {
         __syncthreads();
@@ -1458,7 +1585,7 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
     float* const s_inv_r = s_norm + 128;
     float* const mail = reinterpret_cast<float*>(shared + S::kMail);
     uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + S::kBarriers);
-    Product product(barriers, reinterpret_cast<uint32_t*>(barriers + 4));
+    Product product(barriers, reinterpret_cast<uint32_t*>(barriers + 6));
     uint32_t rank = 0, ranks = 1;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -1502,7 +1629,7 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
         group_sync(group);
         product.template start_exact<Form::kAtB>(tile, tile);
         if (Product::kAsync && slab + 1 < slab1) fetch(slab + 1);
-        product.finish_exact();
+        product.finish_group();
         product.read_group(f);
 #pragma unroll
         for (int b = 0; b < 8; ++b)
@@ -1560,7 +1687,7 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
         __syncthreads();
         if (group == 0) {
             product.template start_exact<Form::kAB>(tiles, tiles + kTripleBytes);
-            product.finish_exact();
+            product.finish_group();
             product.read_group(f);
         }
     };
@@ -1584,8 +1711,11 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
 #pragma unroll
                 for (int b = 0; b < 8; ++b) {
                     const int i = group_row + 8 * half, j = 8 * b + f_column;
-                    *reinterpret_cast<float2*>(p.t + (matrix * kPanelWidth + i) * kPanelWidth + j)
-                        = make_float2(j >= i ? -f.v[b][half].x : 0.0f, j + 1 >= i ? -f.v[b][half].y : 0.0f);
+                    uint32_t high, low;
+                    split_bf16(j >= i ? -f.v[b][half].x : 0.0f, j + 1 >= i ? -f.v[b][half].y : 0.0f, high, low);
+                    uint8_t* const to = p.t + matrix * kPairBytes + tile_offset(i, j);
+                    *reinterpret_cast<uint32_t*>(to) = high;
+                    *reinterpret_cast<uint32_t*>(to + kTileBytes) = low;
                 }
         __syncthreads();
     }
@@ -1633,7 +1763,7 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
         product.reset();
         product.template start<Form::kAB, 2 * kTileBytes, kTileBytes>(sA, shared + S::kM, true);
         if (Product::kAsync && slab + 1 < slab1) fetch(slab + 1);
-        product.template finish<0>();
+        product.finish();
         product.read(f);
         __syncthreads();
 #pragma unroll
@@ -1707,215 +1837,199 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
 // ---------------------------------------------------------------------------------------------------------------------
 // larfb: C -= V T^T (V^T C) on the trailing columns
 // ---------------------------------------------------------------------------------------------------------------------
-// One cluster per matrix and 64 columns of C, 256 threads a block, two blocks per multiprocessor. The rows are dealt to the
-// cluster's blocks, four tiles of 64 rows to each at a time, which stay in registers from their first reading to their
-// writing: up to 256 rows a block C is read once and written once. (More rows: all but the last four tiles are read again.)
-//   1. W^T = C^T V     C is split on its way into shared memory; every warpgroup multiplies its own tiles
-//   2. the partial W^T meet: each block adds up its share of the rows of W^T in a fixed order, multiplies it by T in float32,
-//      splits it and gives it to all: Y^T = W^T T
-//   3. C -= V Y        from the registers, into H
+// A unit is 64 columns of C, all rows, and belongs to a warpgroup, which works on it alone; the up to four warpgroups of a block
+// share V and T in shared memory. The roles of rows and columns are swapped, so that C passes from memory through registers
+// into the products' left operand and back, and never through shared memory:
+//   1. W^T = C^T V     tile after tile of 64 rows, C split in registers
+//   2. Y^T = W^T T     W^T becomes the left operand where it lies
+//   3. C^T -= Y^T V^T  tiles in reverse order: the last ones are still in L2. Each thread meets the entries of C it had in 1.
+// A thread's columns: two neighbours, 16 w + 2 (l / 4) of its warp w and lane l, as the products' rows l / 4 and l / 4 + 8. Its rows of a tile:
+// 16 s + 2 (l % 4) + 0, 1, 8, 9.
+// Tall matrices: rows are dealt to a cluster's blocks, whose partial W^T meet in shared memory (each block adds up its share in rank
+// order and gives it to all). A block keeps up to 8 tiles of V; with more rows than that the slots are refilled on the way.
+// Shared memory: V (slots pairs), T (a pair), per warpgroup 16 KiB for the meeting, barriers.
 // The first panel reads C from A and writes H; later ones read and write H.
 struct LarfbArgs {
     const float* src;
     float* dst;
     const uint8_t* v_tiles;
-    const float* t;
-    int n, col, row_blocks, column_blocks;
+    const uint8_t* t;
+    int n, col, row_blocks, units, chunks, slots;      // chunks: blocks (clusters) that share a matrix's units
 };
-constexpr int kLarfbColumns = 64, kLarfbThreads = 256, kLarfbTiles = 4;
-struct LarfbShared {                                                        // byte offsets
-    static constexpr int kV = 0;                                            // 4 high tiles, 4 low tiles
-    static constexpr int kC = kLarfbTiles * kPairBytes;                     // C of two tiles: high 2, low 2. Then:
-    static constexpr int kW = kC;                                           // the block's W^T, 64 x 68 float32; Y^T (high, low)
-    static constexpr int kShare = kC + kGramMatrixBytes;                    // its share of the cluster's W^T, up to 32 rows
-    static constexpr int kT = kC + 2 * kPairBytes;                          // T, 64 x 64 float32
-    static constexpr int kBarriers = kT + 4 * kPanelWidth * kPanelWidth;
-    static constexpr int kBytes = kBarriers + 64;
-    static_assert(kShare + 4 * 32 * kPitch <= kT);
-    static_assert(2 * (kBytes + 1024) <= 228 * 1024, "two blocks per multiprocessor");
-};
+constexpr int kLarfbGroups = 4, kLarfbSlots = 8;                            // at most: warpgroups of a block, tiles of V in its shared memory
+constexpr int kLarfbBarriers = 2 * kLarfbSlots + 1 + 2 * kLarfbGroups + 6;
+constexpr int larfb_shared_bytes(int slots, int groups) { return (slots + 1 + groups) * kPairBytes + 8 * kLarfbBarriers; }
+static_assert(larfb_shared_bytes(kLarfbSlots, kLarfbGroups) <= 227 * 1024);
 
-template <class Product, bool kAligned>
-__global__ void __launch_bounds__(kLarfbThreads, 2) larfb_kernel(const LarfbArgs p) {
-    using S = LarfbShared;
+template <class Product, bool kEven>
+__global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const LarfbArgs p) {
     extern __shared__ __align__(1024) uint8_t shared[];
-    uint8_t* const sV = shared + S::kV;
-    uint8_t* const sC = shared + S::kC;
-    float* const sW = reinterpret_cast<float*>(shared + S::kW);
-    float* const s_share = reinterpret_cast<float*>(shared + S::kShare);
-    float* const sT = reinterpret_cast<float*>(shared + S::kT);
-    uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + S::kBarriers);
-    Product product(barriers, reinterpret_cast<uint32_t*>(barriers + 4));
-    int rank = 0, ranks = 1;
+    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, group = tid / 128, in_group = tid % 128, groups = blockDim.x / 128;
+    uint8_t* const sT = shared + p.slots * kPairBytes;
+    uint8_t* const stage = sT + (1 + group) * kPairBytes;
+    uint64_t* const full = reinterpret_cast<uint64_t*>(sT + (1 + groups) * kPairBytes);    // slot s has been loaded
+    uint64_t* const released = full + kLarfbSlots;                          // slot s has been read by all warps
+    uint64_t* const t_full = released + kLarfbSlots;
+    uint64_t* const met = t_full + 1 + 2 * group;                           // one arrival from each rank
+    uint64_t* const done = t_full + 1 + 2 * kLarfbGroups;
+    Product product(done, reinterpret_cast<uint32_t*>(done + 5));
+    uint32_t rank = 0, ranks = 1;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
 #endif
-    const long matrix = blockIdx.x / ranks / p.column_blocks;
-    const int block_column = p.col + kPanelWidth + blockIdx.x / ranks % p.column_blocks * kLarfbColumns;
-    const int m = p.n - p.col, columns = min(kLarfbColumns, p.n - block_column);
-    const int tile0 = p.row_blocks * rank / ranks, tile1 = p.row_blocks * (rank + 1) / ranks;
-    const int rounds = max(1, (tile1 - tile0 + kLarfbTiles - 1) / kLarfbTiles);
-    const float* const src = p.src + (matrix * p.n + p.col) * p.n + block_column;
-    float* const dst = p.dst + (matrix * p.n + p.col) * p.n + block_column;
-    const uint8_t* const v_tiles = p.v_tiles + matrix * p.row_blocks * kPairBytes;
-    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, group = tid / 128;
-    const int f_row = lane / 4, f_column = lane % 4 * 2, my_row = Product::row_of_warp() + f_row;
+    const int chunk = blockIdx.x / ranks % p.chunks, unit1 = static_cast<long>(p.units) * (chunk + 1) / p.chunks;
+    const long matrix = blockIdx.x / ranks / p.chunks;
+    const int tile0 = static_cast<long>(p.row_blocks) * rank / ranks, tiles = static_cast<long>(p.row_blocks) * (rank + 1) / ranks - tile0;
+    const int row0 = p.col + 64 * tile0, rows = min(64 * tiles, p.n - row0);
+    const uint8_t* const v_tiles = p.v_tiles + (matrix * p.row_blocks + tile0) * kPairBytes;
+    const bool refills = (p.row_blocks + ranks - 1) / ranks > p.slots;       // on some rank: the cluster goes together
 
-    for (int e = tid; e < kPanelWidth * kPanelWidth / 4; e += kLarfbThreads)
-        copy_async_16(sT + 4 * e, p.t + matrix * kPanelWidth * kPanelWidth + 4 * e);
-    Fragment c[2];                                                          // tile pairs (0, 1) and (2, 3) of the round
-    // Rounds go up for W and down again for C, so that the last one's tiles need no second reading.
-#pragma unroll 1
-    for (int step = 0; step < 2 * rounds; ++step) {
-        const bool down = step >= rounds;
-        const int first = tile0 + kLarfbTiles * (down ? 2 * rounds - 1 - step : step);
-        const int row_end = min(64 * min(tile1, first + kLarfbTiles), m);
-        if (step != rounds) {
-            if (step) {                                                     // V's last readers
-                product.template finish<0>();
-                __syncthreads();
+    if (tid == 0) {
+        for (int s = 0; s < p.slots; ++s) { barrier_init(full + s, kPairArrivals); barrier_init(released + s, 4 * groups); }
+        barrier_init(t_full, kPairArrivals);
+        for (int i = 0; i < 2 * groups; ++i) barrier_init(t_full + 1 + i, ranks);
+        fence_async_proxy();
+    }
+    if (ranks > 1) cluster_sync();
+    else __syncthreads();
+    if (warp == 0) {
+        for (int t = 0; t < min(tiles, p.slots); ++t) load_pair(shared + t * kPairBytes, v_tiles + static_cast<long>(t) * kPairBytes, full + t);
+        load_pair(sT, p.t + matrix * kPairBytes, t_full);
+    }
+
+    int unit = static_cast<long>(p.units) * chunk / p.chunks + group;
+    int left = 0;                                                           // rows of C from the thread's first one to the end
+    bool pair = true;                                                       // the thread's second column is still C's
+    long origin = 0;                                                        // the thread's first entry in tile 0
+    auto place = [&](int u) {
+        const int column = p.col + kPanelWidth + 64 * u + warp % 4 * 16 + lane / 4 * 2;
+        origin = (matrix * p.n + row0 + lane % 4 * 2) * p.n + column;
+        left = u < unit1 && column < p.n ? rows - lane % 4 * 2 : 0;
+        if (!kEven) pair = column + 1 < p.n;
+    };
+    float2 c[4][4];                                                         // [s][row 0, 1, 8, 9]
+    auto fetch = [&](int t, int s) {
+        const float* const from = p.src + origin + static_cast<long>(64 * t) * p.n;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int row = 16 * s + j % 2 + j / 2 * 8;
+            const float* const at = from + row * p.n;
+            c[s][j] = make_float2(0, 0);
+            if (64 * t + row < left) {
+                if (kEven) c[s][j] = *reinterpret_cast<const float2*>(at);
+                else { c[s][j].x = at[0]; if (pair) c[s][j].y = at[1]; }
             }
-            for (int e = tid * 16; e < kLarfbTiles * kPairBytes; e += kLarfbThreads * 16) {
-                const int tile = e / kPairBytes, part = e % kPairBytes / kTileBytes, at = e % kTileBytes;
-                uint8_t* const to = sV + (part * kLarfbTiles + tile) * kTileBytes + at;
-                if (first + tile < tile1) copy_async_16(to, v_tiles + static_cast<long>(first + tile) * kPairBytes + part * kTileBytes + at);
-                else *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
-            }
-            copy_async_commit();
-#pragma unroll
-            for (int pair = 0; pair < 2; ++pair)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int row = 64 * first + 128 * pair + my_row + 8 * half;
-                    const float* const at = src + static_cast<long>(row) * p.n + f_column;
-#pragma unroll
-                    for (int b = 0; b < 8; ++b) {
-                        float2 x = make_float2(0, 0);
-                        if (row < row_end && 8 * b + f_column < columns) {
-                            if (kAligned) x = *reinterpret_cast<const float2*>(at + 8 * b);
-                            else { x.x = at[8 * b]; if (8 * b + f_column + 1 < columns) x.y = at[8 * b + 1]; }
-                        }
-                        c[pair].v[b][half] = x;
-                    }
-                }
         }
-        if (!down) {
-            // 1. W^T += C^T V, two tiles at a time
+    };
+    uint32_t full_parity = 0, released_parity = 0;
+    auto wait_for = [&](int slot) {
+        barrier_wait(full + slot, full_parity >> slot & 1);
+        full_parity ^= 1u << slot;
+    };
+    // The warp has read a slot. The loading warp waits for all others there, then refills it.
+    auto release = [&](int slot, int next) {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(released + slot);
+        if (warp == 0) {
+            barrier_wait(released + slot, released_parity >> slot & 1);
+            released_parity ^= 1u << slot;
+            load_pair(shared + slot * kPairBytes, v_tiles + static_cast<long>(next) * kPairBytes, full + slot);
+        }
+    };
+    int met_parity = 0;
+    // f, summed over the ranks in their order
+    auto meet = [&](Fragment& f) {
+        float4* const sum = reinterpret_cast<float4*>(stage);
 #pragma unroll
-            for (int pair = 0; pair < 2; ++pair) {
-                product.template finish<0>();
-                if (step || pair) __syncthreads();                          // the last product has left sC
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-#pragma unroll
-                    for (int b = 0; b < 8; ++b) {
-                        uint32_t high, low;
-                        split_bf16(c[pair].v[b][half].x, c[pair].v[b][half].y, high, low);
-                        const int row = my_row + 8 * half, at = row / 64 * kTileBytes + tile_offset(row % 64, 8 * b + f_column);
-                        *reinterpret_cast<uint32_t*>(sC + at) = high;
-                        *reinterpret_cast<uint32_t*>(sC + 2 * kTileBytes + at) = low;
-                    }
-                if (pair == 0) copy_async_wait<0>();
-                fence_async_proxy();
-                __syncthreads();
-                product.template start_split<2 * kTileBytes, kLarfbTiles * kTileBytes>(sC, sV + 2 * pair * kTileBytes, step == 0 && pair == 0);
-            }
-            if (step + 1 < rounds) continue;
-            // 2. The warpgroups' and the ranks' partial sums, in order; Y^T = W^T T
-            product.template finish<0>();
-            Fragment f;
-            product.read_group(f);
-            __syncthreads();
-            for (int g = 0; g < 2; ++g) {
-                if (g == group)
-#pragma unroll
-                    for (int b = 0; b < 8; ++b)
-#pragma unroll
-                        for (int half = 0; half < 2; ++half) {
-                            float2* const to = reinterpret_cast<float2*>(sW + (warp % 4 * 16 + f_row + 8 * half) * kPitch + 8 * b + f_column);
-                            const float2 old = g ? *to : make_float2(0, 0);
-                            *to = make_float2(old.x + f.v[b][half].x, old.y + f.v[b][half].y);
-                        }
-                __syncthreads();
-            }
-            const int row0 = 32 * rank / ranks * 2, rows = 32 * (rank + 1) / ranks * 2 - row0;
-            const float* share = sW;
-            if (ranks > 1) {
-                cluster_sync();
-                for (int e = tid; e < rows * 16; e += kLarfbThreads) {
-                    const int at = (row0 + e / 16) * kPitch + e % 16 * 4;
-                    float4 total = make_float4(0, 0, 0, 0);
+        for (int b = 0; b < 8; ++b) sum[128 * b + in_group] = make_float4(f.v[b][0].x, f.v[b][0].y, f.v[b][1].x, f.v[b][1].y);
+        group_sync(group);
+        if (in_group < ranks) barrier_arrive_in(met, in_group);
+        barrier_wait_cluster(met, met_parity);
+        for (int e = 1024 * rank / ranks + in_group; e < 1024 * (rank + 1) / ranks; e += 128) {
+            float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll 4
-                    for (int q = 0; q < ranks; ++q) {
-                        const float4 x = *reinterpret_cast<const float4*>(in_rank(sW, q) + at);
-                        total = make_float4(total.x + x.x, total.y + x.y, total.z + x.z, total.w + x.w);
-                    }
-                    *reinterpret_cast<float4*>(s_share + e / 16 * kPitch + e % 16 * 4) = total;
+            for (uint32_t q = 0; q < ranks; ++q) {
+                const float4 x = in_rank(sum, q)[e];
+                total = make_float4(total.x + x.x, total.y + x.y, total.z + x.z, total.w + x.w);
+            }
+            for (uint32_t q = 0; q < ranks; ++q) in_rank(sum, q)[e] = total;
+        }
+        group_sync(group);
+        if (in_group < ranks) barrier_arrive_in(met + 1, in_group);
+        barrier_wait_cluster(met + 1, met_parity);
+        met_parity ^= 1;
+#pragma unroll
+        for (int b = 0; b < 8; ++b) {
+            const float4 x = sum[128 * b + in_group];
+            f.v[b][0] = make_float2(x.x, x.y);
+            f.v[b][1] = make_float2(x.z, x.w);
+        }
+        group_sync(group);
+    };
+
+    place(unit);
+#pragma unroll
+    for (int s = 0; s < 4; ++s) fetch(0, s);
+    Operand a;
+    Fragment f;
+#pragma unroll 1
+    for (bool first = true; unit - group < unit1; unit += groups, first = false) {
+        if (unit >= unit1 && !refills) break;                               // with refills every warp takes part to the end
+        // 1. W^T = C^T V
+#pragma unroll 1
+        for (int t = 0, slot = 0; t < tiles; ++t, slot = slot + 1 < p.slots ? slot + 1 : 0) {
+#pragma unroll
+            for (int s = 0; s < 4; ++s) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    split_bf16(c[s][2 * h].x, c[s][2 * h + 1].x, a.high[s][2 * h], a.low[s][2 * h]);
+                    split_bf16(c[s][2 * h].y, c[s][2 * h + 1].y, a.high[s][2 * h + 1], a.low[s][2 * h + 1]);
                 }
-                share = s_share;
-                cluster_arrive();                                           // my reading of the others' W is over
-                __syncthreads();
+                if (t + 1 < tiles) fetch(t + 1, s);                         // the last tile's C stays for step 3
             }
-            float y[2][2][4] = {};
-#pragma unroll
-            for (int t = 0; t < 2; ++t) {
-                const int e = tid + t * kLarfbThreads, i = e / 16 * 2, j = e % 16 * 4;
-                if (i < rows) small_product<kPanelWidth>(y[t], share, sT, i, j, 0, j + 4);
-            }
-            if (ranks > 1) cluster_wait();                                  // everybody's is: Y may take W's place
-            else __syncthreads();
-#pragma unroll
-            for (int t = 0; t < 2; ++t) {
-                const int e = tid + t * kLarfbThreads, i = e / 16 * 2, j = e % 16 * 4;
-                if (i < rows)
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        uint2 high, low;
-                        split_bf16(y[t][r][0], y[t][r][1], high.x, low.x);
-                        split_bf16(y[t][r][2], y[t][r][3], high.y, low.y);
-                        uint8_t* const at = shared + S::kW + tile_offset(row0 + i + r, j);
-                        for (int q = 0; q < ranks; ++q) {
-                            *reinterpret_cast<uint2*>(in_rank(at, q)) = high;
-                            *reinterpret_cast<uint2*>(in_rank(at, q) + kTileBytes) = low;
-                        }
-                    }
-            }
-            fence_async_proxy();
-            if (ranks > 1) cluster_sync();
-            else __syncthreads();
-            fence_async_proxy();                                            // what other blocks wrote here
-            continue;
+            if (first || t >= p.slots) wait_for(slot);
+            product.template start_registers<Form::kAB>(a, shared + slot * kPairBytes, stage, t == 0);
+            product.finish_group();
+            if (t + p.slots < tiles) release(slot, t + p.slots);
         }
-        // 3. C -= V Y
-        if (step != rounds) {
-            copy_async_wait<0>();
-            fence_async_proxy();
-            __syncthreads();
-        }
+        product.read_group(f);
+        if (ranks > 1) meet(f);
+        // 2. Y^T = W^T T
+        split(a, f);
+        if (first) barrier_wait(t_full, 0);
+        product.template start_registers<Form::kAB>(a, sT, stage, true);
+        product.finish_group();
+        product.read_group(f);
+        split(a, f);
+        // 3. C^T -= Y^T V^T
+#pragma unroll 1
+        for (int t = tiles - 1, slot = t % p.slots; t >= 0; --t, slot = slot ? slot - 1 : p.slots - 1) {
+            if (t < tiles - p.slots) wait_for(slot);
+            product.template start_registers<Form::kABt>(a, shared + slot * kPairBytes, stage, true);
+            product.finish_group();
+            product.read_group(f);
+            if (t >= p.slots) release(slot, t - p.slots);
+            float* const to = p.dst + origin + static_cast<long>(64 * t) * p.n;
 #pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-            if (first + 2 * pair >= tile1) break;
-            product.reset();
-            product.template start<Form::kABt, kLarfbTiles * kTileBytes, kTileBytes>(sV + 2 * pair * kTileBytes, shared + S::kW, true);
-            product.template finish<0>();
-            Fragment f;
-            product.read(f);
-            if (Product::kTmemColumns) __syncthreads();                     // one accumulator, read before it is written again
+            for (int s = 0; s < 4; ++s)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int row = 64 * first + 128 * pair + my_row + 8 * half;
-                float* const at = dst + static_cast<long>(row) * p.n + f_column;
-#pragma unroll
-                for (int b = 0; b < 8; ++b) {
-                    const float2 x = make_float2(c[pair].v[b][half].x - f.v[b][half].x, c[pair].v[b][half].y - f.v[b][half].y);
-                    if (row < row_end && 8 * b + f_column < columns) {
-                        if (kAligned) *reinterpret_cast<float2*>(at + 8 * b) = x;
-                        else { at[8 * b] = x.x; if (8 * b + f_column + 1 < columns) at[8 * b + 1] = x.y; }
+                for (int j = 0; j < 4; ++j) {
+                    const int row = 16 * s + j % 2 + j / 2 * 8;
+                    const float2 *const y = f.v[2 * s + j / 2], x = j % 2 ? make_float2(y[0].y, y[1].y) : make_float2(y[0].x, y[1].x);
+                    float* const at = to + row * p.n;
+                    if (64 * t + row < left) {
+                        if (kEven) *reinterpret_cast<float2*>(at) = make_float2(c[s][j].x - x.x, c[s][j].y - x.y);
+                        else { at[0] = c[s][j].x - x.x; if (pair) at[1] = c[s][j].y - x.y; }
                     }
                 }
-            }
+            if (t)
+#pragma unroll
+                for (int s = 0; s < 4; ++s) fetch(t - 1, s);
         }
+        place(unit + groups);
+#pragma unroll
+        for (int s = 0; s < 4; ++s) fetch(0, s);
     }
     product.close();
 }
@@ -1925,6 +2039,7 @@ __global__ void __launch_bounds__(kLarfbThreads, 2) larfb_kernel(const LarfbArgs
 // ---------------------------------------------------------------------------------------------------------------------
 // Everything goes to the default queue, in order. Errors come back as a text that names the kernel; nothing is printed.
 enum Backend { kMma = 0, kWgmma = 1, kTcgen05 = 2 };
+constexpr int kStepInts = 9;
 enum StepKind { kWhole = 0, kPanel = 1, kClusterPanel = 2, kTallPanel = 3 };
 
 namespace {
@@ -1932,11 +2047,17 @@ thread_local char error_text[256];
 
 struct Launcher {
     const char* error = nullptr;
-    // First use of a kernel on a device raises its shared memory limit (once: a later, smaller request must not lower it).
+    int shared_limit = 0;
+    Launcher() {
+        int device = 0;
+        if (cudaGetDevice(&device) != cudaSuccess || cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess)
+            error = "qr_geqrf: no current CUDA device";
+    }
     template <typename... Args>
     void operator()(const char* name, void (*kernel)(Args...), long blocks, int threads, int smem_bytes, int ranks, Args... args) {
         if (error) return;
-        cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+        // Always the device's limit: one thread's small launch must not lower what another's large one needs.
+        cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit);
         if (status == cudaSuccess && ranks > 8) status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
         if (status == cudaSuccess) {
             cudaLaunchConfig_t config = {};
@@ -1983,31 +2104,31 @@ void gram_panel(Launcher& launch, const PanelArgs& p, int batch, int ranks, int 
 #endif
     gram_panel<MmaSync>(launch, p, batch, ranks);
 }
-template <class Product> void larfb(Launcher& launch, const LarfbArgs& p, int batch, int ranks) {
-    launch("larfb_kernel", p.n % 4 ? larfb_kernel<Product, false> : larfb_kernel<Product, true>, static_cast<long>(batch) * p.column_blocks * ranks,
-           kLarfbThreads, LarfbShared::kBytes, ranks, p);
+template <class Product> void larfb(Launcher& launch, const LarfbArgs& p, int batch, int ranks, int groups) {
+    launch("larfb_kernel", p.n % 2 ? larfb_kernel<Product, false> : larfb_kernel<Product, true>, static_cast<long>(batch) * p.chunks * ranks,
+           128 * groups, larfb_shared_bytes(p.slots, groups), ranks, p);
 }
-void larfb(Launcher& launch, const LarfbArgs& p, int batch, int ranks, int backend) {
+void larfb(Launcher& launch, const LarfbArgs& p, int batch, int ranks, int groups, int backend) {
 #if defined(KITTENS_HOPPER)
-    if (backend == kWgmma) return larfb<Wgmma>(launch, p, batch, ranks);
+    if (backend == kWgmma) return larfb<Wgmma>(launch, p, batch, ranks, groups);
 #endif
 #if defined(KITTENS_BLACKWELL)
-    if (backend == kTcgen05) return larfb<Tcgen05>(launch, p, batch, ranks);
+    if (backend == kTcgen05) return larfb<Tcgen05>(launch, p, batch, ranks, groups);
 #endif
-    larfb<MmaSync>(launch, p, batch, ranks);
+    larfb<MmaSync>(launch, p, batch, ranks, groups);
 }
 }  // namespace
 
-// Factors A (batch x n x n, row-major) into H and tau. steps: count x (kind, first column, R, ranks,
-// ranks of the Gram kernel or 0, ranks of the update), in order of columns.
+// Factors A (batch x n x n, row-major) into H and tau. steps: count x (kind, first column, R, ranks, ranks of the Gram kernel or 0;
+// the update's ranks, chunks, warpgroups, slots), in order of columns.
 // work: qr_work_bytes(batch, n) bytes, 128-byte aligned; unused when the only step is kWhole. Returns null or an error text.
 extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work, int batch, int n, const int* steps, int count, int backend) {
     Launcher launch;
-    float* const t = static_cast<float*>(work);
-    uint8_t* const v_tiles = reinterpret_cast<uint8_t*>(t + static_cast<long>(batch) * kPanelWidth * kPanelWidth);
+    uint8_t* const t = static_cast<uint8_t*>(work);
+    uint8_t* const v_tiles = t + static_cast<long>(batch) * kPairBytes;
     int* const redo = reinterpret_cast<int*>(v_tiles + static_cast<long>(batch) * ((n + 63) / 64) * kPairBytes);
-    for (int i = 0; i < count && !launch.error; ++i, steps += 6) {
-        const int kind = steps[0], col = steps[1], R = steps[2], ranks = steps[3], gram_ranks = steps[4], larfb_ranks = steps[5], m = n - col, row_blocks = (m + 63) / 64;
+    for (int i = 0; i < count && !launch.error; ++i, steps += kStepInts) {
+        const int kind = steps[0], col = steps[1], R = steps[2], ranks = steps[3], gram_ranks = steps[4], m = n - col, row_blocks = (m + 63) / 64;
         const PanelArgs p = {col ? H : A, H, tau, v_tiles, t, gram_ranks ? redo : nullptr, n, col, row_blocks};
         if (gram_ranks) gram_panel(launch, p, batch, gram_ranks, backend);
         if (kind == kWhole) {
@@ -2039,9 +2160,7 @@ extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work
                 default: return "qr_geqrf: no cluster kernel for this number of rows";
             }
         }
-        const int trailing = m - kPanelWidth;
-        if (trailing > 0)
-            larfb(launch, {p.src, H, v_tiles, t, n, col, row_blocks, (trailing + kLarfbColumns - 1) / kLarfbColumns}, batch, larfb_ranks, backend);
+        larfb(launch, {p.src, H, v_tiles, t, n, col, row_blocks, row_blocks - 1, steps[6], steps[8]}, batch, steps[5], steps[7], backend);
     }
     return launch.error;
 }
@@ -2091,7 +2210,7 @@ extern "C" int qr_max_cluster();
 std::tuple<at::Tensor, at::Tensor> geqrf(const at::Tensor& A, const std::vector<int>& steps, int backend) {
     const c10::DeviceGuard guard(A.device());
     const auto options = A.options().requires_grad(false);
-    const int batch = A.size(0), n = A.size(1), count = steps.size() / 6;
+    const int batch = A.size(0), n = A.size(1), count = steps.size() / 9;
     // The kernels load 16 bytes at a time; a view may start anywhere.
     const at::Tensor aligned = reinterpret_cast<uintptr_t>(A.const_data_ptr()) % 16 ? A.clone() : A;
     at::Tensor H = at::empty(A.sizes(), options), tau = at::empty({batch, n}, options), work;

@@ -87,14 +87,17 @@ def check_route(route: Plan, batch: int, n: int, info: DeviceInfo, backend: str)
     assert [step.column for step in route.steps] == list(range(0, PANEL * len(route.steps), PANEL))
     assert last.kind == WHOLE and 0 < n - last.column <= submission.WHOLE_LIMIT and 32 * last.rows_per_lane >= n - last.column
     assert last.rows_per_lane in range(1, 7), "the whole-matrix kernels that exist"
-    assert (last.ranks, last.gram_ranks, last.larfb_ranks) == (1, 0, 0)
+    assert last[3:] == (1, 0, 0, 0, 0, 0), "nothing right of it to update"
     assert not panels or n > submission.WHOLE_LIMIT, "a matrix that fits one block is one launch"
     for step in panels:
         rows = n - step.column
         assert rows >= 2 * PANEL, "a panel has 64 columns and something right of it"
         assert 1 <= step.gram_ranks <= min(8, max(info.max_cluster, 1)) and 64 % step.gram_ranks == 0
         assert step.gram_ranks <= -(-rows // 128), "each block of the Gram kernel has a slab"
-        assert 1 <= step.larfb_ranks <= min(32, max(info.max_cluster, 1))
+        tiles, units = -(-rows // 64), -(-rows // 64) - 1
+        assert 1 <= step.larfb_ranks <= min(8, max(info.max_cluster, 1), tiles) and 1 <= step.larfb_chunks <= units
+        assert 1 <= step.larfb_groups <= min(4, -(-units // step.larfb_chunks)) and 1 <= step.larfb_slots <= 8
+        assert (step.larfb_slots + 1 + step.larfb_groups) * 16384 + 1024 <= info.shared_bytes
         assert 1 <= step.ranks <= max(info.max_cluster, 1) and step.ranks & (step.ranks - 1) == 0
         if step.kind == TALL:
             assert rows > submission.BLOCK_ROWS * step.ranks and step.ranks == max(info.max_cluster, 1)
@@ -131,7 +134,7 @@ def test_routes_to_geqrf_say_why():
 def test_ranked_sizes_are_no_special_case():
     """Neighbours of a ranked shape take the same kernels, up to where the last panel ends."""
     def kernels(batch, n, count):
-        return [(s.kind, s.rows_per_lane, s.ranks, s.gram_ranks, s.larfb_ranks) for s in plan(batch, n, H200, "wgmma").steps[:count]]
+        return [(s.kind, s.rows_per_lane, s.ranks, s.gram_ranks, s.larfb_ranks, s.larfb_groups) for s in plan(batch, n, H200, "wgmma").steps[:count]]
     for batch, n in ((20, 32), (40, 176), (40, 352), (640, 512), (60, 1024), (8, 2048), (2, 4096)):
         count = max(1, n // PANEL - 2)
         assert kernels(batch, n, count) == kernels(batch, n - 1, count) == kernels(batch + (batch > 100), n, count), (batch, n)
@@ -140,7 +143,9 @@ def test_ranked_sizes_are_no_special_case():
 def test_steps_are_flattened_as_the_host_driver_reads_them():
     route = plan(60, 1024, H200, "wgmma")
     flat = submission._flat(route)
-    assert len(flat) == 6 * len(route.steps) and flat[6:12] == list(route.steps[1])
+    size = int(re.search(r"kStepInts = (\d+)", submission.CUDA_SOURCE)[1])
+    assert size == len(submission.Step._fields) and f"steps.size() / {size}" in submission.CPP_SOURCE
+    assert len(flat) == size * len(route.steps) and flat[size:2 * size] == list(route.steps[1])
     kinds = re.search(r"enum StepKind \{(.*?)\}", submission.CUDA_SOURCE)[1]
     assert [int(x) for x in re.findall(r"= (\d)", kinds)] == [WHOLE, SINGLE, CLUSTER, TALL]
 
