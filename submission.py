@@ -12,18 +12,19 @@ into two bf16 parts, three products of parts, float32 sums. A matrix of up to 19
 File map
   Route:        plan, plan_for, custom_kernel
   CUDA, shared: split_bf16, take_bf16, warp_sum
-  geqr2:        larfg, geqr2_kernel, geqr2_cluster_kernel, geqr2_tall_kernel, gram_panel_kernel (gram_factor, invert_upper)
+  geqr2:        larfg, geqr2_whole_kernel, geqr2_kernel, geqr2_cluster_kernel, geqr2_tall_kernel, gram_panel_kernel (gram_factor, invert_upper)
   larft:        larft (gram_panel_kernel makes its own T)
   larfb:        MmaSync, Wgmma, Tcgen05 (products of tiles), larfb_kernel
   Host driver:  qr_geqrf
   Build:        find_thunderkittens, check_toolchain, build
-  Choice:       candidates, prove, choose_backend
+  Choice:       candidates, prove, prove_apart, choose_backend
 
 Environment
   QR_BACKEND            tcgen05, wgmma, mma or geqrf: use this one or fail
   QR_FORCE_FALLBACK=1   torch.geqrf for everything
   THUNDERKITTENS_ROOT   folder that holds ThunderKittens' include/kittens.cuh
 """
+import array
 import functools
 import hashlib
 import os
@@ -49,21 +50,31 @@ LARFB_GROUPS, LARFB_SLOTS = 4, 8    # at most: warpgroups of a block of the upda
 LARFB_START, LARFB_TILE, LARFB_UNIT, LARFB_MEET = 3000, 1400, 2000, 3000   # its cycles: a block's start, a tile, a unit, a cluster's meeting
 BLOCKED_SHARED = 160 * 1024  # bytes of shared memory a block needs beyond 128 rows
 WHOLE, SINGLE, CLUSTER, TALL = range(4)   # kinds of Step, as in the CUDA source's StepKind
+CLUSTER_SIZES = 2, 4, 8, 16
 MAX_BLOCKS = 2**31 - 1       # of one launch
 
 
 class DeviceInfo(NamedTuple):
-    """What a route depends on: compute capability, multiprocessors, bytes of shared memory one block can have, and the
-    largest cluster that holds the tallest panel kernel (0: no clusters)."""
+    """What a route depends on: compute capability, multiprocessors, bytes of shared memory one block can have, and how many
+    clusters of 2, 4, 8 and 16 blocks are resident at once, each block on a multiprocessor of its own (0: no such clusters)."""
     capability: tuple[int, int]
     multiprocessors: int
     shared_bytes: int
-    max_cluster: int
+    clusters: tuple[int, int, int, int]
+
+    @property
+    def max_cluster(self) -> int:
+        """Blocks of the largest cluster, 1 without clusters."""
+        return max([1, *(ranks for ranks, count in zip(CLUSTER_SIZES, self.clusters) if count)])
+
+    def resident(self, ranks: int) -> int:
+        """How many clusters of `ranks` blocks run at once; ranks = 1: blocks."""
+        return self.multiprocessors if ranks == 1 else self.clusters[CLUSTER_SIZES.index(ranks)]
 
 
 class Step(NamedTuple):
     """One panel (and its trailing update), or the last square block whole. Column by column, rows are dealt to `ranks` blocks,
-    at most 32 rows_per_lane each (0: any number, kept in memory); the Gram kernel comes first on `gram_ranks` blocks a matrix,
+    at most 32 rows_per_lane each (0: any number, kept in memory; whole matrices: 4 for every 16 rows); the Gram kernel comes first on `gram_ranks` blocks a matrix,
     unless 0. The update deals rows to `larfb_ranks` blocks and columns to `larfb_chunks`, of `larfb_groups` warpgroups each, with
     `larfb_slots` tiles of V in shared memory."""
     kind: int
@@ -92,13 +103,13 @@ def larfb_shape(batch: int, rows: int, info: DeviceInfo) -> tuple[int, int, int,
     units = tiles - 1
     best = None
     ranks = 1
-    while ranks <= max(1, min(info.max_cluster, 8)) and ranks <= tiles:
+    while ranks <= min(info.max_cluster, 8, tiles):
         own_tiles = -(-tiles // ranks)
         for per_chunk in range(1, min(units, 64) + 1):
             chunks, groups = -(-units // per_chunk), min(LARFB_GROUPS, per_chunk)
             slots = min(LARFB_SLOTS, own_tiles, (info.shared_bytes - 1024) // PAIR - 1 - groups)
             resident = 2 if groups <= 2 and 2 * ((slots + 1 + groups) * PAIR + 2048) <= info.shared_bytes else 1
-            waves = -(-batch * ranks * chunks // (info.multiprocessors * resident))
+            waves = -(-batch * chunks // (info.resident(ranks) * resident))
             rounds = -(-per_chunk // groups)
             cycles = waves * (LARFB_START + rounds * (own_tiles * LARFB_TILE + LARFB_UNIT + (ranks > 1) * LARFB_MEET))
             if slots > 0 and (best is None or cycles < best[0]):
@@ -120,7 +131,7 @@ def plan(batch: int, n: int, info: DeviceInfo, backend: str) -> Plan:
     steps, column = [], 0
     while n - column > (WHOLE_LIMIT if not steps else 2 * PANEL - 1):
         rows, ranks, gram_ranks = n - column, 1, 1
-        while 2 * gram_ranks <= min(info.max_cluster, 8) and 2 * gram_ranks * batch <= info.multiprocessors and rows > 128 * (2 * gram_ranks - 1):
+        while 2 * gram_ranks <= info.max_cluster and 2 * gram_ranks * batch <= info.multiprocessors and rows > 128 * (2 * gram_ranks - 1):
             gram_ranks *= 2
         larfb = larfb_shape(batch, rows, info)
         while rows > BLOCK_ROWS * ranks and ranks < info.max_cluster:
@@ -137,7 +148,7 @@ def plan(batch: int, n: int, info: DeviceInfo, backend: str) -> Plan:
                 rows_per_lane *= 2
             steps.append(Step(CLUSTER, column, rows_per_lane, ranks, gram_ranks, *larfb))
         column += PANEL
-    steps.append(Step(WHOLE, column, -(-(n - column) // 32), 1, 0, 0, 0, 0, 0))
+    steps.append(Step(WHOLE, column, 4 * -(-(n - column) // 16), 1, 0, 0, 0, 0, 0))
     blocks = batch * max(max(step.ranks, step.gram_ranks, step.larfb_ranks * step.larfb_chunks) for step in steps)
     if blocks > MAX_BLOCKS:
         return Plan("geqrf", (), f"batch = {batch} needs {blocks} blocks, one launch has at most {MAX_BLOCKS}")
@@ -475,25 +486,185 @@ __device__ __forceinline__ void larft(float* sG, float* sT, float* sX, const flo
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// geqr2: a panel, or a whole small matrix, in one block's registers
+// geqr2 of a whole small matrix, in one block's registers
 // ---------------------------------------------------------------------------------------------------------------------
-// Factors rows and columns col.. of every matrix: W = CW NW columns, at most 32 R rows. Whole matrices (kPanel false):
-// writes H and tau. Panels: V tiles and T too.
+// Factors rows and columns col.. of every matrix, at most 16 Q of them; writes H and tau.
+//
+// Decomposition: one block per matrix, a warp per 8 columns. Lane l has column l % 8 of the warp's and, of every 16 rows, the four
+// from 4 (l / 8): a product of two columns is 4 Q multiplications in a lane and two shuffles. Step k, in every warp up to the one that owns
+// column k: the owner writes the column's raw tail to slot k of shared memory (each column has its own, so nobody ever waits
+// for a reader); every warp takes the products of that tail with its columns; the owner makes the reflector of it; every warp applies it.
+// Finished columns stay raw in registers until they are stored. Whole groups of 16 rows above row k are left out.
+//
+// Columns are scaled by powers of two to entries near 1 on the way in (products of columns of 1e-30 and 1e30 stay in range) and R back
+// on the way out: neither V nor tau depends on it.
+template <int Q> struct Geqr2WholeShape {
+    static constexpr int kColumns = 16 * Q, kThreads = 64 * Q;
+    static constexpr int kHeads = kColumns * kColumns, kReflectors = kHeads + 4 * kColumns, kBarriers = kReflectors + 4 * kColumns;   // in floats, after the slots
+    static constexpr int kSmemBytes = 4 * kBarriers + 2 * 8 * kColumns;
+};
+
+template <int Q>
+__global__ void __launch_bounds__(64 * Q) geqr2_whole_kernel(const PanelArgs p) {
+    using Shape = Geqr2WholeShape<Q>;
+    constexpr int N = Shape::kColumns;
+    extern __shared__ __align__(16) float smem[];
+    float4* const heads = reinterpret_cast<float4*>(smem + Shape::kHeads);  // [k]: the four rows with row k, which holds 1 / scale
+    float4* const reflectors = reinterpret_cast<float4*>(smem + Shape::kReflectors);   // [k]: -tau, scale
+    uint64_t* const published = reinterpret_cast<uint64_t*>(smem + Shape::kBarriers);  // slot k is written: four arrivals
+    uint64_t* const finished = published + N;                               // head and reflector k are: one
+    const long matrix = blockIdx.x;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 8, j = lane % 8, column = 8 * warp + j, m = p.n - p.col;
+    const float* const src = p.src + (matrix * p.n + p.col) * p.n + p.col + column;
+    float* const dst = p.dst + (matrix * p.n + p.col) * p.n + p.col + column;
+
+    for (int k = threadIdx.x; k < N; k += blockDim.x) { barrier_init(published + k, 4); barrier_init(finished + k, 1); }
+    float a[Q][4] = {}, largest = 0;
+    if (column < m)
+#pragma unroll
+        for (int q = 0; q < Q; ++q)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int row = 16 * q + 4 * g + e;
+                if (q < Q - 1 || row < m) a[q][e] = src[static_cast<long>(row) * p.n];
+                largest = fmaxf(largest, fabsf(a[q][e]));
+            }
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 8));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
+    float scale, unscale;
+    scale_for(largest, scale, unscale);
+#pragma unroll
+    for (int q = 0; q < Q; ++q)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[q][e] *= scale;
+    __syncthreads();
+
+    Reflector own = {0, 0, 0};                                              // of the lane's column, once made
+    const int steps = min(8 * warp + 8, m);
+    static_for<Q>([&](auto index) {
+        constexpr int Q0 = index;                                           // row k is among these 16 rows; below them everything is tail
+#pragma unroll 1
+        for (int k = 16 * Q0; k < min(16 * Q0 + 16, steps); ++k) {
+            const int c = k - 8 * warp, gk = k / 4 % 4;                     // column k is the warp's column c, if that is not negative
+            float* const slot = smem + k * N + 4 * g;
+            const float low = k & 1 ? a[Q0][1] : a[Q0][0], high = k & 1 ? a[Q0][3] : a[Q0][2];
+            float at_row = k & 2 ? high : low;                              // the lane's column in row k
+            at_row = __shfl_sync(0xffffffffu, at_row, 8 * gk + j);
+            if (c >= 0) {
+                if (j == c) {
+                    const int row = 16 * Q0 + 4 * g;
+                    *reinterpret_cast<float4*>(slot + 16 * Q0) = make_float4(row > k ? a[Q0][0] : 0.0f, row + 1 > k ? a[Q0][1] : 0.0f,
+                                                                             row + 2 > k ? a[Q0][2] : 0.0f, row + 3 > k ? a[Q0][3] : 0.0f);
+#pragma unroll
+                    for (int q = Q0 + 1; q < Q; ++q) *reinterpret_cast<float4*>(slot + 16 * q) = make_float4(a[q][0], a[q][1], a[q][2], a[q][3]);
+                    barrier_arrive(published + k);
+                }
+                __syncwarp();
+            } else {
+                barrier_wait(published + k, 0);
+            }
+            float s[4] = {};
+#pragma unroll
+            for (int q = Q0; q < Q; ++q) {
+                const float4 x = *reinterpret_cast<const float4*>(slot + 16 * q);
+                s[0] = fmaf(x.x, a[q][0], s[0]);
+                s[1] = fmaf(x.y, a[q][1], s[1]);
+                s[2] = fmaf(x.z, a[q][2], s[2]);
+                s[3] = fmaf(x.w, a[q][3], s[3]);
+            }
+            float product = (s[0] + s[1]) + (s[2] + s[3]);
+            product += __shfl_xor_sync(0xffffffffu, product, 8);
+            product += __shfl_xor_sync(0xffffffffu, product, 16);           // tail . column
+            float minus_tau, scale_k;
+            if (c >= 0) {
+                const float alpha = __shfl_sync(0xffffffffu, at_row, c);
+                float square = __shfl_sync(0xffffffffu, product, c);        // of the tail
+                Reflector h;
+                constexpr float kUp = 18446744073709551616.0f;              // 2^64
+                float unit = 1;
+                if (!(square > 1e-30f)) {                                   // underflow, or nothing there: look closer
+                    float t[1] = {};
+                    for (int row = 16 * Q0 + lane; row < N; row += 32) {
+                        const float x = smem[k * N + row] * kUp;
+                        t[0] = fmaf(x, x, t[0]);
+                    }
+                    warp_sum(t);
+                    if (t[0] == 0) unit = 0;                                // nothing below: LAPACK leaves the column alone
+                    else if (fabsf(alpha) < 1e-15f) { unit = kUp; square = t[0]; }
+                }
+                if (unit == 0) {
+                    h = {alpha, 0, 0};
+                } else {
+                    h = larfg(alpha * unit, square);
+                    h.beta *= unit == 1 ? 1.0f : 1 / kUp;
+                    h.scale *= unit;
+                }
+                if (j == c) {
+                    own = h;
+                    if (g == gk) {
+                        float4 head = *reinterpret_cast<const float4*>(slot + 16 * Q0);
+                        const float pivot = alpha - h.beta;
+                        if (k % 4 == 0) head.x = pivot;
+                        if (k % 4 == 1) head.y = pivot;
+                        if (k % 4 == 2) head.z = pivot;
+                        if (k % 4 == 3) head.w = pivot;
+                        heads[k] = head;
+                        reflectors[k] = make_float4(-h.tau, h.scale, 0, 0);
+                        barrier_arrive(finished + k);
+                    }
+                }
+                __syncwarp();
+                minus_tau = -h.tau;
+                scale_k = h.scale;
+            } else {
+                barrier_wait(finished + k, 0);
+                const float2 h = *reinterpret_cast<const float2*>(reflectors + k);
+                minus_tau = h.x;
+                scale_k = h.y;
+            }
+            if (minus_tau == 0) continue;
+            const float f = j > c ? minus_tau * fmaf(scale_k, product, at_row) * scale_k : 0.0f;
+#pragma unroll
+            for (int q = Q0; q < Q; ++q) {
+                const float4 y = q == Q0 && g == gk ? heads[k] : *reinterpret_cast<const float4*>(slot + 16 * q);
+                a[q][0] = fmaf(f, y.x, a[q][0]);
+                a[q][1] = fmaf(f, y.y, a[q][1]);
+                a[q][2] = fmaf(f, y.z, a[q][2]);
+                a[q][3] = fmaf(f, y.w, a[q][3]);
+            }
+        }
+    });
+    if (column >= m) return;
+#pragma unroll
+    for (int q = 0; q < Q; ++q)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int row = 16 * q + 4 * g + e;
+            const float x = (row == column ? own.beta : a[q][e]) * (row > column ? own.scale : unscale);
+            if (q < Q - 1 || row < m) dst[static_cast<long>(row) * p.n] = x;
+        }
+    if (g == 0) p.tau[matrix * p.n + p.col + column] = own.tau;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// geqr2 of a panel, column by column, in one block's registers
+// ---------------------------------------------------------------------------------------------------------------------
+// Factors 64 columns, col.., of every matrix that the Gram kernel declined, at most 32 R rows; writes H, tau, V tiles and T.
 //
 // Decomposition: one block per matrix, warp q owns columns CW q .. CW q + CW - 1 over all rows, lane l rows l, l + 32, ...
 // The warps form a chain: a warp applies every reflector of the warps before it, then makes its own CW reflectors without
 // leaving its registers, publishing each in a slot of shared memory of its own and arriving on that slot's barrier. Nobody
 // ever waits for a reader. Shared memory: 32 R x (W + 4) floats, rows on the way in and out, slots in between.
-template <int R, int CW, int NW, bool kPanel> struct Geqr2Shape {
+template <int R, int CW, int NW> struct Geqr2Shape {
     static constexpr int kColumns = CW * NW, kRows = 32 * R, kThreads = 32 * NW;
     static constexpr int kStageFloats = kRows * (kColumns + 4);
-    static constexpr int kSmemBytes = 4 * kStageFloats + 8 * kColumns + 4 * kColumns + (kPanel ? 4 * kPanelWidth * kTPitch : 0);
-    static_assert(32 % CW == 0 && kColumns <= kRows && (!kPanel || kColumns == kPanelWidth));
+    static constexpr int kSmemBytes = 4 * kStageFloats + 8 * kColumns + 4 * kColumns + 4 * kPanelWidth * kTPitch;
+    static_assert(32 % CW == 0 && kColumns <= kRows && kColumns == kPanelWidth);
 };
 
-template <int R, int CW, int NW, bool kPanel>
+template <int R, int CW, int NW>
 __global__ void __launch_bounds__(32 * NW, 1) geqr2_kernel(const PanelArgs p) {
-    using Shape = Geqr2Shape<R, CW, NW, kPanel>;
+    using Shape = Geqr2Shape<R, CW, NW>;
     constexpr int W = Shape::kColumns, M = Shape::kRows, kSegments = (W + 31) / 32;
     extern __shared__ __align__(16) float smem[];
     float* const stage = smem;                                              // M x (W + 4), or W slots of M
@@ -507,8 +678,7 @@ __global__ void __launch_bounds__(32 * NW, 1) geqr2_kernel(const PanelArgs p) {
 
     load_rows<W>(stage, p, matrix, 0, m);
     for (int j = threadIdx.x; j < W; j += blockDim.x) { barrier_init(published + j, 32); s_tau[j] = 0; }
-    if constexpr (kPanel)
-        for (int e = threadIdx.x; e < kPanelWidth * kTPitch; e += blockDim.x) sG[e] = 0;
+    for (int e = threadIdx.x; e < kPanelWidth * kTPitch; e += blockDim.x) sG[e] = 0;
     __syncthreads();
     float a[R][CW];
 #pragma unroll
@@ -625,44 +795,43 @@ __global__ void __launch_bounds__(32 * NW, 1) geqr2_kernel(const PanelArgs p) {
 #pragma unroll
         for (int j = 0; j < CW; ++j) a[r][j] = here[r] ? d[j] : a[r][j];
 
-    if constexpr (kPanel) {                                                 // G = V^T V, row by row, for T
-        static_for<CW - 1>([&](auto index) {
-            constexpr int c = index + 1;
-            const int k = first + c;
-            float sums[c];
+    // G = V^T V, row by row, for T
+    static_for<CW - 1>([&](auto index) {
+        constexpr int c = index + 1;
+        const int k = first + c;
+        float sums[c];
 #pragma unroll
-            for (int j = 0; j < c; ++j) {
-                sums[j] = 0;
+        for (int j = 0; j < c; ++j) {
+            sums[j] = 0;
 #pragma unroll
-                for (int r = 0; r < R; ++r) {
-                    const int i = 32 * r + lane;
-                    sums[j] = fmaf(i < k ? 0.0f : i == k ? 1.0f : a[r][c], a[r][j], sums[j]);
-                }
+            for (int r = 0; r < R; ++r) {
+                const int i = 32 * r + lane;
+                sums[j] = fmaf(i < k ? 0.0f : i == k ? 1.0f : a[r][c], a[r][j], sums[j]);
+            }
+        }
+        warp_sum(sums);
+        if (lane == 0 && k < w)
+#pragma unroll
+            for (int j = 0; j < c; ++j) sG[(first + j) * kTPitch + k] = sums[j];
+    });
+#pragma unroll
+    for (int segment = 0; segment < kSegments; ++segment)
+        for (int k = max(32 * segment, first + CW); k < min(32 * segment + 32, w); ++k) {
+            barrier_wait(published + k, 0);
+            float sums[CW];
+#pragma unroll
+            for (int j = 0; j < CW; ++j) sums[j] = 0;
+#pragma unroll
+            for (int r = segment; r < R; ++r) {
+                const float v = stage[k * M + 32 * r + lane];
+#pragma unroll
+                for (int j = 0; j < CW; ++j) sums[j] = fmaf(v, a[r][j], sums[j]);
             }
             warp_sum(sums);
-            if (lane == 0 && k < w)
+            if (lane == 0)
 #pragma unroll
-                for (int j = 0; j < c; ++j) sG[(first + j) * kTPitch + k] = sums[j];
-        });
-#pragma unroll
-        for (int segment = 0; segment < kSegments; ++segment)
-            for (int k = max(32 * segment, first + CW); k < min(32 * segment + 32, w); ++k) {
-                barrier_wait(published + k, 0);
-                float sums[CW];
-#pragma unroll
-                for (int j = 0; j < CW; ++j) sums[j] = 0;
-#pragma unroll
-                for (int r = segment; r < R; ++r) {
-                    const float v = stage[k * M + 32 * r + lane];
-#pragma unroll
-                    for (int j = 0; j < CW; ++j) sums[j] = fmaf(v, a[r][j], sums[j]);
-                }
-                warp_sum(sums);
-                if (lane == 0)
-#pragma unroll
-                    for (int j = 0; j < CW; ++j) sG[(first + j) * kTPitch + k] = sums[j];
-            }
-    }
+                for (int j = 0; j < CW; ++j) sG[(first + j) * kTPitch + k] = sums[j];
+        }
     __syncthreads();                                                        // everyone is done with the slots
 #pragma unroll
     for (int r = 0; r < R; ++r)
@@ -672,11 +841,9 @@ __global__ void __launch_bounds__(32 * NW, 1) geqr2_kernel(const PanelArgs p) {
     for (int j = threadIdx.x; j < w; j += blockDim.x) p.tau[matrix * p.n + p.col + j] = s_tau[j];
     __syncthreads();
     store_rows<W>(stage, p, matrix, 0, m);
-    if constexpr (kPanel) {
-        store_v_tiles(stage, p, matrix, 0, m);
-        __syncthreads();
-        larft(sG, stage, stage + kPanelWidth * kTPitch, s_tau, p.t + matrix * kPairBytes);
-    }
+    store_v_tiles(stage, p, matrix, 0, m);
+    __syncthreads();
+    larft(sG, stage, stage + kPanelWidth * kTPitch, s_tau, p.t + matrix * kPairBytes);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2083,9 +2250,13 @@ struct Launcher {
     }
 };
 
-template <int R, int CW, int NW, bool kIsPanel> void geqr2(Launcher& launch, const PanelArgs& p, int batch) {
-    using Shape = Geqr2Shape<R, CW, NW, kIsPanel>;
-    launch("geqr2_kernel", geqr2_kernel<R, CW, NW, kIsPanel>, batch, Shape::kThreads, Shape::kSmemBytes, 1, p);
+template <int Q> void geqr2_whole(Launcher& launch, const PanelArgs& p, int batch) {
+    using Shape = Geqr2WholeShape<Q>;
+    launch("geqr2_whole_kernel", geqr2_whole_kernel<Q>, batch, Shape::kThreads, Shape::kSmemBytes, 1, p);
+}
+template <int R, int CW, int NW> void geqr2(Launcher& launch, const PanelArgs& p, int batch) {
+    using Shape = Geqr2Shape<R, CW, NW>;
+    launch("geqr2_kernel", geqr2_kernel<R, CW, NW>, batch, Shape::kThreads, Shape::kSmemBytes, 1, p);
 }
 template <int R> void geqr2_cluster(Launcher& launch, const PanelArgs& p, int batch, int ranks) {
     using Shape = Geqr2ClusterShape<R>;
@@ -2133,20 +2304,26 @@ extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work
         if (gram_ranks) gram_panel(launch, p, batch, gram_ranks, backend);
         if (kind == kWhole) {
             switch (R) {
-                case 1: geqr2<1, 4, 8, false>(launch, p, batch); break;
-                case 2: geqr2<2, 8, 8, false>(launch, p, batch); break;
-                case 3: geqr2<3, 8, 12, false>(launch, p, batch); break;
-                case 4: geqr2<4, 8, 16, false>(launch, p, batch); break;
-                case 5: geqr2<5, 8, 20, false>(launch, p, batch); break;
-                case 6: geqr2<6, 16, 12, false>(launch, p, batch); break;
+                case 4: geqr2_whole<1>(launch, p, batch); break;
+                case 8: geqr2_whole<2>(launch, p, batch); break;
+                case 12: geqr2_whole<3>(launch, p, batch); break;
+                case 16: geqr2_whole<4>(launch, p, batch); break;
+                case 20: geqr2_whole<5>(launch, p, batch); break;
+                case 24: geqr2_whole<6>(launch, p, batch); break;
+                case 28: geqr2_whole<7>(launch, p, batch); break;
+                case 32: geqr2_whole<8>(launch, p, batch); break;
+                case 36: geqr2_whole<9>(launch, p, batch); break;
+                case 40: geqr2_whole<10>(launch, p, batch); break;
+                case 44: geqr2_whole<11>(launch, p, batch); break;
+                case 48: geqr2_whole<12>(launch, p, batch); break;
                 default: return "qr_geqrf: no whole-matrix kernel for this number of rows";
             }
             continue;
         }
         if (kind == kPanel) {
             switch (R) {
-                case 8: geqr2<8, 8, 8, true>(launch, p, batch); break;
-                case 16: geqr2<16, 4, 16, true>(launch, p, batch); break;
+                case 8: geqr2<8, 8, 8>(launch, p, batch); break;
+                case 16: geqr2<16, 4, 16>(launch, p, batch); break;
                 default: return "qr_geqrf: no panel kernel for this number of rows";
             }
         } else if (kind == kTallPanel) {
@@ -2166,26 +2343,24 @@ extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work
 }
 extern "C" long qr_work_bytes(int batch, int n) { return static_cast<long>(batch) * ((n + 63) / 64 + 1) * kPairBytes + batch * sizeof(int); }
 
-// The largest cluster of the tallest panel kernel that the current device can hold, 0 without clusters.
-extern "C" int qr_max_cluster() {
+// How many clusters of `ranks` blocks the current device holds at once, each block with a multiprocessor to itself; 0 if none.
+extern "C" int qr_resident_clusters(int ranks) {
     using Shape = Geqr2ClusterShape<16>;
-    for (int ranks = kMaxCluster; ranks > 1; ranks /= 2) {
-        cudaLaunchConfig_t config = {};
-        cudaLaunchAttribute attribute = {};
-        attribute.id = cudaLaunchAttributeClusterDimension;
-        attribute.val.clusterDim.x = ranks;
-        attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-        config.gridDim = dim3(ranks);
-        config.blockDim = dim3(Shape::kThreads);
-        config.dynamicSmemBytes = Shape::kSmemBytes;
-        config.attrs = &attribute;
-        config.numAttrs = 1;
-        int clusters = 0;
-        if (cudaFuncSetAttribute(geqr2_cluster_kernel<16>, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSmemBytes) == cudaSuccess
-            && cudaFuncSetAttribute(geqr2_cluster_kernel<16>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess
-            && cudaOccupancyMaxActiveClusters(&clusters, geqr2_cluster_kernel<16>, &config) == cudaSuccess && clusters > 0)
-            return ranks;
-    }
+    cudaLaunchConfig_t config = {};
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = ranks;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.gridDim = dim3(ranks);
+    config.blockDim = dim3(Shape::kThreads);
+    config.dynamicSmemBytes = Shape::kSmemBytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int clusters = 0;
+    if (cudaFuncSetAttribute(geqr2_cluster_kernel<16>, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSmemBytes) == cudaSuccess
+        && cudaFuncSetAttribute(geqr2_cluster_kernel<16>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess
+        && cudaOccupancyMaxActiveClusters(&clusters, geqr2_cluster_kernel<16>, &config) == cudaSuccess)
+        return clusters;
     cudaGetLastError();
     return 0;
 }
@@ -2203,27 +2378,28 @@ CPP_SOURCE = r"""
 
 extern "C" const char* qr_geqrf(const float*, float*, float*, void*, int, int, const int*, int, int);
 extern "C" long qr_work_bytes(int, int);
-extern "C" int qr_max_cluster();
+extern "C" int qr_resident_clusters(int);
 
-// A: batch x n x n, float32, CUDA, contiguous; steps: the plan's, flattened. Returns H, tau. Work space: 256 bytes a row of
+// A: batch x n x n, float32, CUDA, contiguous; steps: the plan's, flattened to 32-bit integers. Returns H, tau. Work space: 256 bytes a row of
 // A and 16 KiB a matrix, from torch's allocator.
-std::tuple<at::Tensor, at::Tensor> geqrf(const at::Tensor& A, const std::vector<int>& steps, int backend) {
+std::tuple<at::Tensor, at::Tensor> geqrf(const at::Tensor& A, const pybind11::bytes& steps, int backend) {
     const c10::DeviceGuard guard(A.device());
     const auto options = A.options().requires_grad(false);
-    const int batch = A.size(0), n = A.size(1), count = steps.size() / 9;
+    const int batch = A.size(0), n = A.size(1), count = PYBIND11_BYTES_SIZE(steps.ptr()) / (9 * sizeof(int));
     // The kernels load 16 bytes at a time; a view may start anywhere.
     const at::Tensor aligned = reinterpret_cast<uintptr_t>(A.const_data_ptr()) % 16 ? A.clone() : A;
     at::Tensor H = at::empty(A.sizes(), options), tau = at::empty({batch, n}, options), work;
     if (count > 1) work = at::empty({qr_work_bytes(batch, n)}, options.dtype(at::kByte));
     const char* error = qr_geqrf(aligned.const_data_ptr<float>(), H.mutable_data_ptr<float>(), tau.mutable_data_ptr<float>(),
-                                 count > 1 ? work.mutable_data_ptr() : nullptr, batch, n, steps.data(), count, backend);
+                                 count > 1 ? work.mutable_data_ptr() : nullptr, batch, n,
+                                 reinterpret_cast<const int*>(PYBIND11_BYTES_AS_STRING(steps.ptr())), count, backend);
     TORCH_CHECK(!error, error);
     return {H, tau};
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("geqrf", &geqrf);
-    module.def("max_cluster", &qr_max_cluster);
+    module.def("resident_clusters", &qr_resident_clusters);
 }
 """
 
@@ -2232,6 +2408,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 # =====================================================================================================================
 THUNDERKITTENS_URL = "https://github.com/HazyResearch/ThunderKittens"
 THUNDERKITTENS_COMMIT = "0b55588d2769dde0c7a9a606ffc015b0ca7a9551"
+APART = ("tcgen05",)         # backends whose fault may be a hang: they prove themselves in a child process,
+PROOF_SECONDS = 60           # within this time; the child's exit status for a wrong result is
+WRONG = 3
 BACKENDS = {"mma": 0, "wgmma": 1, "tcgen05": 2}   # as in the CUDA source's enum Backend
 
 
@@ -2343,15 +2522,60 @@ def candidates(capability: tuple[int, int]) -> list[str]:
     return best + (["mma"] if capability >= (8, 0) else [])
 
 
-def prove(extension, backend: str, info: DeviceInfo, device: torch.device) -> None:
-    """Factor two random 260 x 260 matrices and compare with float64. Raises BuildError if they are not right."""
+def prove(extension, backend: str, info: DeviceInfo, index: int) -> None:
+    """Factor two random 260 x 260 matrices on CUDA device `index` and compare with float64. Raises BuildError if they are not right."""
     n = 260
-    A = torch.randn(2, n, n, generator=torch.Generator().manual_seed(1)).to(device)
+    A = torch.randn(2, n, n, generator=torch.Generator().manual_seed(1)).to(torch.device("cuda", index))
     H, tau = extension.geqrf(A, _flat(plan(2, n, info, backend)), BACKENDS[backend])
     Q = torch.linalg.householder_product(H.double(), tau.double())
     residual = ((Q.mT @ A.double() - H.double().triu()).abs().sum(1).amax() / A.double().abs().sum(1).amax()).item()
     if not residual < n * torch.finfo(torch.float32).eps:
         raise BuildError(f"the {backend} backend computed a wrong factorization (residual {residual:.2g} of the norm)")
+
+
+def verdict_file(extension, index: int) -> Path:
+    """Where the outcome of a proof in a child process is kept, for this extension (its name holds the sources' hash), device and driver."""
+    try:
+        driver = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        driver = str(torch._C._cuda_getDriverVersion())
+    key = "\n".join([extension.__name__, torch.cuda.get_device_name(index), driver])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "qr-proofs" / hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def prove_apart(extension, backend: str, index: int) -> None:
+    """`prove` in a child process, once: a backend that hangs or breaks its process must not take this one along.
+
+    An outcome (passed, wrong, hung) is kept on disk; a child that could not run at all is tried again next time. Raises BuildError."""
+    path = verdict_file(extension, index)
+    if path.is_file():
+        verdict = path.read_text()
+    else:
+        command = [sys.executable, str(Path(__file__).resolve()), "prove", backend, str(index)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PROOF_SECONDS)
+        except subprocess.TimeoutExpired:
+            verdict = f"the {backend} backend did not finish its proof in {PROOF_SECONDS} s"
+        else:
+            said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            if done.returncode not in (0, WRONG):
+                raise BuildError(f"the {backend} backend's proof ended with exit status {done.returncode}: {said}")
+            verdict = "" if done.returncode == 0 else said
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f"{path.name}.{os.getpid()}")
+        fresh.write_text(verdict)
+        os.replace(fresh, path)
+    if verdict:
+        raise BuildError(verdict)
+
+
+def device_info(extension, index: int) -> DeviceInfo:
+    """What routes on CUDA device `index` depend on."""
+    properties = torch.cuda.get_device_properties(index)
+    with torch.cuda.device(index):
+        return DeviceInfo(torch.cuda.get_device_capability(index), properties.multi_processor_count, properties.shared_memory_per_block_optin,
+                          tuple(map(extension.resident_clusters, CLUSTER_SIZES)))
 
 
 @functools.lru_cache(maxsize=None)
@@ -2378,10 +2602,12 @@ def choose_backend(index: int) -> Choice:
     for name in [forced] if forced else possible:
         try:
             extension = build(name, capability)
-            properties = torch.cuda.get_device_properties(index)
-            with torch.cuda.device(index):
-                info = DeviceInfo(capability, properties.multi_processor_count, properties.shared_memory_per_block_optin, extension.max_cluster())
-                prove(extension, name, info, torch.device("cuda", index))
+            if name in APART:
+                prove_apart(extension, name, index)
+                info = device_info(extension, index)
+            else:
+                info = device_info(extension, index)
+                prove(extension, name, info, index)
             return Choice(name, extension, info, "; ".join(reasons))
         except (BuildError, RuntimeError) as error:
             if forced:
@@ -2391,12 +2617,13 @@ def choose_backend(index: int) -> Choice:
     return Choice("geqrf", None, None, "; ".join(reasons))
 
 
-def _flat(route: Plan) -> list[int]:
-    return [value for step in route.steps for value in step]
+def _flat(route: Plan) -> bytes:
+    """The steps as the host driver reads them: 32-bit integers, so that a call converts nothing."""
+    return array.array("i", [value for step in route.steps for value in step]).tobytes()
 
 
 @functools.lru_cache(maxsize=1024)
-def _route(index: int, batch: int, n: int) -> tuple[Plan, list[int], object, int]:
+def _route(index: int, batch: int, n: int) -> tuple[Plan, bytes, object, int]:
     choice = choose_backend(index)
     route = Plan("geqrf", (), choice.reason) if choice.extension is None else plan(batch, n, choice.info, choice.name)
     return route, _flat(route), choice.extension, BACKENDS.get(route.backend, -1)
@@ -2437,3 +2664,25 @@ def custom_kernel(data: input_t) -> output_t:
     if not steps:
         return tuple(torch.geqrf(data))
     return extension.geqrf(data.contiguous(), steps, backend)
+
+
+# =====================================================================================================================
+# The child process of prove_apart
+# =====================================================================================================================
+def _child(arguments: list[str]) -> int:
+    """`submission.py prove BACKEND INDEX`: exit status 0, or WRONG with the reason on standard error."""
+    if len(arguments) != 3 or arguments[0] != "prove" or arguments[1] not in BACKENDS or not arguments[2].isdigit():
+        print(f"usage: submission.py prove {'|'.join(BACKENDS)} INDEX", file=sys.stderr)
+        return 2
+    backend, index = arguments[1], int(arguments[2])
+    extension = build(backend, torch.cuda.get_device_capability(index))
+    try:
+        prove(extension, backend, device_info(extension, index), index)
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return WRONG
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_child(sys.argv[1:]))

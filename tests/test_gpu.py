@@ -105,7 +105,7 @@ def with_kind(n, kind, ranks, rows_per_lane):
     choice = submission.choose_backend(index)
     steps = [s if s.kind == WHOLE else s._replace(kind=kind, ranks=ranks, rows_per_lane=rows_per_lane, gram_ranks=0)
              for s in submission.plan(3, n, choice.info, choice.name).steps]
-    return lambda A: choice.extension.geqrf(A, [x for s in steps for x in s], submission.BACKENDS[choice.name])
+    return lambda A: choice.extension.geqrf(A, submission._flat(submission.Plan(choice.name, tuple(steps))), submission.BACKENDS[choice.name])
 
 
 @pytest.mark.parametrize("n, kind, ranks, rows_per_lane", [
@@ -313,7 +313,7 @@ def test_a_wrong_backend_is_found_out(monkeypatch, fresh_choice):
 
     class Off:
         def __init__(self, extension):
-            self.max_cluster, self.extension = extension.max_cluster, extension
+            self.resident_clusters, self.extension = extension.resident_clusters, extension
 
         def geqrf(self, *arguments):
             H, tau = self.extension.geqrf(*arguments)
