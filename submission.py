@@ -12,9 +12,9 @@ into two bf16 parts, three products of parts, float32 sums. A matrix of up to 19
 File map
   Route:        plan, plan_for, custom_kernel
   CUDA, shared: split_bf16, take_bf16, warp_sum
-  geqr2:        larfg, geqr2_whole_kernel, geqr2_kernel, geqr2_cluster_kernel, geqr2_tall_kernel, gram_panel_kernel (gram_factor, invert_upper)
-  larft:        larft (gram_panel_kernel makes its own T)
-  larfb:        MmaSync, Wgmma, Tcgen05 (products of tiles), larfb_kernel
+  geqr2:        larfg, geqr2_whole_kernel, geqr2_kernel, geqr2_cluster_kernel, geqr2_tall_kernel, gram_panel (gram_factor, invert_upper)
+  larft:        larft (gram_panel makes its own T)
+  larfb:        MmaSync, Wgmma, Tcgen05 (products of tiles), larfb, step_kernel (the update beside the next panel)
   Host driver:  qr_geqrf
   Build:        find_thunderkittens, check_toolchain, build
   Choice:       candidates, prove, prove_apart, choose_backend
@@ -46,8 +46,10 @@ PANEL = 64                   # columns of a panel
 WHOLE_LIMIT = 192            # largest matrix that one block keeps in registers
 BLOCK_ROWS = 512             # rows of a panel that one block keeps in registers
 PAIR = 16 * 1024             # bytes of a 64 x 64 tile in two bf16 parts
-LARFB_GROUPS, LARFB_SLOTS = 4, 8    # at most: warpgroups of a block of the update, and tiles of V in its shared memory
-LARFB_START, LARFB_TILE, LARFB_UNIT, LARFB_MEET = 3000, 1400, 2000, 3000   # its cycles: a block's start, a tile, a unit, a cluster's meeting
+STEP_GROUPS, STEP_SLOTS = 2, 4      # warpgroups of a block of the step kernel; at most: tiles of V in its shared memory
+# The step kernel's cycles: a block's start; a tile of 64 rows in either pass over C, a unit's product with T, a cluster's meeting;
+# a panel's small factors and a tile of 64 rows of it. H200, 2026-12-01, from the profiles in benchmarks/LOG.md.
+START, TILE, UNIT, MEET, FACTORS, PANEL_TILE = 3000, 4000, 2000, 3000, 32000, 6000
 BLOCKED_SHARED = 160 * 1024  # bytes of shared memory a block needs beyond 128 rows
 WHOLE, SINGLE, CLUSTER, TALL = range(4)   # kinds of Step, as in the CUDA source's StepKind
 CLUSTER_SIZES = 2, 4, 8, 16
@@ -73,47 +75,53 @@ class DeviceInfo(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One panel (and its trailing update), or the last square block whole. Column by column, rows are dealt to `ranks` blocks,
-    at most 32 rows_per_lane each (0: any number, kept in memory; whole matrices: 4 for every 16 rows); the Gram kernel comes first on `gram_ranks` blocks a matrix,
-    unless 0. The update deals rows to `larfb_ranks` blocks and columns to `larfb_chunks`, of `larfb_groups` warpgroups each, with
-    `larfb_slots` tiles of V in shared memory."""
+    """One panel with its update and the next panel, or the last square block whole.
+
+    Column by column (for the matrices that the Gram kernel declined) a panel's rows are dealt to `ranks` blocks, at most
+    32 rows_per_lane each (0: any number, kept in memory; whole matrices: 4 for every 16 rows). The step kernel then updates what is
+    right of the panel and factors the next one, each matrix's rows dealt to `step_ranks` blocks, the columns right of the next panel to
+    `chunks` clusters, with `slots` tiles of V in a block's shared memory."""
     kind: int
     column: int
     rows_per_lane: int
     ranks: int
-    gram_ranks: int
-    larfb_ranks: int
-    larfb_chunks: int
-    larfb_groups: int
-    larfb_slots: int
+    step_ranks: int
+    chunks: int
+    slots: int
 
 
 class Plan(NamedTuple):
-    """The route of one shape. `steps` is empty for torch.geqrf, and `reason` then says why."""
+    """The route of one shape: `first_ranks` blocks a matrix for the first panel's Gram kernel (0: none), then the steps. Without
+    steps it is torch.geqrf's, and `reason` says why."""
     backend: str
     steps: tuple[Step, ...]
+    first_ranks: int = 0
     reason: str = ""
 
 
-def larfb_shape(batch: int, rows: int, info: DeviceInfo) -> tuple[int, int, int, int]:
-    """(ranks, chunks, warpgroups, slots) of the update under a panel of `rows` rows: the cheapest by a count of cycles.
+def step_shape(batch: int, rows: int, has_next: bool, info: DeviceInfo) -> tuple[int, int, int]:
+    """(ranks, chunks, slots) of the step kernel under a panel of `rows` rows: the cheapest by a count of cycles.
 
-    A block costs its start, and for each round of its warpgroups the tiles of 64 rows, twice, and the product with T."""
+    The clusters that make the next panel come first; the others share the remaining units of 64 columns."""
     tiles = -(-rows // PANEL)
-    units = tiles - 1
+    units = tiles - 1 - has_next
     best = None
     ranks = 1
-    while ranks <= min(info.max_cluster, 8, tiles):
+    while ranks <= min(info.max_cluster, tiles):
         own_tiles = -(-tiles // ranks)
+        slots = min(STEP_SLOTS, own_tiles)
+        blocks = 2 if 2 * ((slots + 1 + STEP_GROUPS) * PAIR + 2048) <= info.shared_bytes + 1024 else 1
+        capacity = info.resident(ranks) * blocks
+        one_round = 2 * own_tiles * TILE + UNIT + (ranks > 1) * MEET
+        panel = has_next * (START + one_round + FACTORS + own_tiles * PANEL_TILE + (ranks > 1) * 2 * MEET)
         for per_chunk in range(1, min(units, 64) + 1):
-            chunks, groups = -(-units // per_chunk), min(LARFB_GROUPS, per_chunk)
-            slots = min(LARFB_SLOTS, own_tiles, (info.shared_bytes - 1024) // PAIR - 1 - groups)
-            resident = 2 if groups <= 2 and 2 * ((slots + 1 + groups) * PAIR + 2048) <= info.shared_bytes else 1
-            waves = -(-batch * chunks // (info.resident(ranks) * resident))
-            rounds = -(-per_chunk // groups)
-            cycles = waves * (LARFB_START + rounds * (own_tiles * LARFB_TILE + LARFB_UNIT + (ranks > 1) * LARFB_MEET))
-            if slots > 0 and (best is None or cycles < best[0]):
-                best = cycles, (ranks, chunks, groups, slots)
+            chunks = -(-units // per_chunk)
+            other = START + -(-per_chunk // STEP_GROUPS) * one_round
+            cycles = max(panel, other)
+            if batch * (chunks + has_next) > capacity:
+                cycles = max(cycles, (batch * (panel + chunks * other)) // capacity + other // 2)
+            if best is None or cycles < best[0]:
+                best = cycles, (ranks, chunks, slots)
         ranks *= 2
     return best[1]
 
@@ -125,34 +133,39 @@ def plan(batch: int, n: int, info: DeviceInfo, backend: str) -> Plan:
     many while that leaves no block without a multiprocessor; what no cluster holds stays in memory. A matrix of at most 192
     columns, or the last fewer than 128 of a larger one, is one launch."""
     if backend == "geqrf":
-        return Plan("geqrf", (), "torch.geqrf was asked for")
+        return Plan("geqrf", (), 0, "torch.geqrf was asked for")
     if n > 128 and info.shared_bytes < BLOCKED_SHARED:
-        return Plan("geqrf", (), f"n = {n} needs {BLOCKED_SHARED} bytes of shared memory a block, the device has {info.shared_bytes}")
-    steps, column = [], 0
-    while n - column > (WHOLE_LIMIT if not steps else 2 * PANEL - 1):
-        rows, ranks, gram_ranks = n - column, 1, 1
-        while 2 * gram_ranks <= info.max_cluster and 2 * gram_ranks * batch <= info.multiprocessors and rows > 128 * (2 * gram_ranks - 1):
-            gram_ranks *= 2
-        larfb = larfb_shape(batch, rows, info)
+        return Plan("geqrf", (), 0, f"n = {n} needs {BLOCKED_SHARED} bytes of shared memory a block, the device has {info.shared_bytes}")
+    def has_panel(column):
+        return n - column > (2 * PANEL - 1 if column else WHOLE_LIMIT)
+
+    steps, column, first_ranks = [], 0, 0
+    while has_panel(column):
+        rows, ranks = n - column, 1
+        step = step_shape(batch, rows, has_panel(column + PANEL), info)
         while rows > BLOCK_ROWS * ranks and ranks < info.max_cluster:
             ranks *= 2
         if rows > BLOCK_ROWS * ranks:
-            steps.append(Step(TALL, column, 0, ranks, gram_ranks, *larfb))
+            steps.append(Step(TALL, column, 0, ranks, *step))
         elif ranks == 1:
-            steps.append(Step(SINGLE, column, 8 if rows <= 256 else 16, 1, gram_ranks, *larfb))
+            steps.append(Step(SINGLE, column, 8 if rows <= 256 else 16, 1, *step))
         else:
             while 2 * ranks <= info.max_cluster and 2 * ranks * batch <= info.multiprocessors and rows > 64 * ranks:
                 ranks *= 2
             rows_per_lane = 2
             while 32 * rows_per_lane * ranks < rows:
                 rows_per_lane *= 2
-            steps.append(Step(CLUSTER, column, rows_per_lane, ranks, gram_ranks, *larfb))
+            steps.append(Step(CLUSTER, column, rows_per_lane, ranks, *step))
         column += PANEL
-    steps.append(Step(WHOLE, column, 4 * -(-(n - column) // 16), 1, 0, 0, 0, 0, 0))
-    blocks = batch * max(max(step.ranks, step.gram_ranks, step.larfb_ranks * step.larfb_chunks) for step in steps)
+    if steps:
+        first_ranks = 1
+        while 2 * first_ranks <= info.max_cluster and 2 * first_ranks * batch <= info.multiprocessors and n > 128 * (2 * first_ranks - 1):
+            first_ranks *= 2
+    steps.append(Step(WHOLE, column, 4 * -(-(n - column) // 16), 1, 0, 0, 0))
+    blocks = batch * max(first_ranks, *(max(step.ranks, step.step_ranks * (step.chunks + 1)) for step in steps))
     if blocks > MAX_BLOCKS:
-        return Plan("geqrf", (), f"batch = {batch} needs {blocks} blocks, one launch has at most {MAX_BLOCKS}")
-    return Plan(backend, tuple(steps))
+        return Plan("geqrf", (), 0, f"batch = {batch} needs {blocks} blocks, one launch has at most {MAX_BLOCKS}")
+    return Plan(backend, tuple(steps), first_ranks)
 
 
 # =====================================================================================================================
@@ -1490,10 +1503,10 @@ struct Tcgen05 {
 // kGrowthLimit, or where (next to) nothing lies below a diagonal entry (LAPACK wants tau = 0 there), or where G left the
 // safe range, the kernel leaves the panel as it is and sets redo for the column-by-column kernels. Exact for each matrix.
 //
-// Decomposition: a cluster of blocks per matrix (one block where a matrix has enough), 256 threads, rows dealt in slabs of
-// 128; every block runs the small recurrence for itself. Rows are read twice, once for G and once for V.
+// Decomposition: the blocks of a cluster, 256 threads each, rows dealt in slabs of 128; every block runs the small recurrence
+// for itself. Rows are read twice, once for G and once for V.
 constexpr float kGrowthLimit = 6.0f, kTailFloor = 1e-3f;
-constexpr int kGramThreads = 256, kPitch = 68, kGramMatrixBytes = 4 * 64 * kPitch;   // 64 x 64 float32 matrices, rows 16-byte aligned
+constexpr int kThreads = 256, kPitch = 68, kGramMatrixBytes = 4 * 64 * kPitch;   // 64 x 64 float32 matrices, rows 16-byte aligned
 struct GramShared {                                                         // byte offsets; six 64 x 64 matrices, then small things
     static constexpr int kMatrix = kGramMatrixBytes;
     static constexpr int kU = 0, kZ = kMatrix;                              // U and (V_top^T R)^-1; before them tiles of P, after them of V
@@ -1504,11 +1517,9 @@ struct GramShared {                                                         // b
     static constexpr int kRows = 6 * kMatrix;                               // 2 x (2 rows of G, 2 rows and columns of P_top)
     static constexpr int kNorm = kRows + 4 * 12 * 64;                        // |p_i|, 1 / U_ii, 1 / R_ii
     static constexpr int kMail = kNorm + 4 * 3 * 64;                        // per rank: sums of squares of V's columns
-    static constexpr int kBarriers = kMail + 4 * kMaxCluster * 64;
-    static constexpr int kBytes = kBarriers + 64;
+    static constexpr int kBytes = kMail + 4 * kMaxCluster * 64;
     static_assert(kMatrix % 1024 == 0, "swizzled tiles start on 1024 bytes");
     static_assert(2 * kTripleBytes <= 3 * kMatrix && 2 * kPairBytes <= 2 * kMatrix && kPairBytes <= kMatrix);
-    static_assert(2 * (kBytes + 1024) <= 228 * 1024, "two blocks per multiprocessor");
 };
 __device__ __forceinline__ float rcp_newton(float x) {
     float q;
@@ -1736,10 +1747,9 @@ __device__ __forceinline__ void store_triple(float4 (&x)[4], uint8_t* triple) {
                 = make_uint2(take_bf16(x[e].x, x[e].y), take_bf16(x[e].z, x[e].w));
 }
 
-template <class Product, bool kAligned>
-__global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const PanelArgs p) {
+template <bool kAligned, class Product>
+__device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product, uint8_t* shared, long matrix, uint32_t rank, uint32_t ranks) {
     using S = GramShared;
-    extern __shared__ __align__(1024) uint8_t shared[];
     const auto matrix_at = [&](int offset) { return reinterpret_cast<float*>(shared + offset); };
     float* const sU = matrix_at(S::kU);
     float* const sY = matrix_at(S::kY);
@@ -1751,14 +1761,6 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
     float* const s_inv_u = s_norm + 64;
     float* const s_inv_r = s_norm + 128;
     float* const mail = reinterpret_cast<float*>(shared + S::kMail);
-    uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + S::kBarriers);
-    Product product(barriers, reinterpret_cast<uint32_t*>(barriers + 6));
-    uint32_t rank = 0, ranks = 1;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
-#endif
-    const long matrix = blockIdx.x / ranks;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, group = tid / 128, in_group = tid % 128;
     const int m = p.n - p.col, slabs = (m + 127) / 128, slab0 = slabs * rank / ranks, slab1 = slabs * (rank + 1) / ranks;
     const float* const src = p.src + (matrix * p.n + p.col) * p.n + p.col;
@@ -1777,7 +1779,7 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
         }
     };
     fetch(slab0);
-    for (int e = tid; e < 64 * 64; e += kGramThreads) copy_async_4(sVt + e / 64 * kPitch + e % 64, src + static_cast<long>(e / 64) * p.n + e % 64);
+    for (int e = tid; e < 64 * 64; e += kThreads) copy_async_4(sVt + e / 64 * kPitch + e % 64, src + static_cast<long>(e / 64) * p.n + e % 64);
     copy_async_commit();
 
     // G = P^T P. Each slab's products are summed on tensor cores, the slabs in float32 here.
@@ -1824,7 +1826,7 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
     const float* gram = sR;
     if (ranks > 1) {                                                        // each rank adds up its share of rows and gives it to all
         cluster_sync();
-        for (int e = tid; e < 1024 / static_cast<int>(ranks); e += kGramThreads) {
+        for (int e = tid; e < 1024 / static_cast<int>(ranks); e += kThreads) {
             const int at = (rank * (64 / ranks) + e / 16) * kPitch + e % 16 * 4;
             float4 t = make_float4(0, 0, 0, 0);
 #pragma unroll 4
@@ -1889,7 +1891,7 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
     // U^-1 split, and its growth. Its columns change places so that the result's fragments hold four neighbouring columns of
     // V: the product's column 8 b + 2 t + e is V's column 16 (b / 2) + 4 t + 2 (b % 2) + e.
 #pragma unroll 1
-    for (int e = tid; e < 1024; e += kGramThreads) {
+    for (int e = tid; e < 1024; e += kThreads) {
         const int i = e / 16, j = e % 16 * 4;
         const float4 y = *reinterpret_cast<const float4*>(sY + i * kPitch + j);
         const float y_[4] = {j >= i ? y.x : 0.0f, j + 1 >= i ? y.y : 0.0f, j + 2 >= i ? y.z : 0.0f, j + 3 >= i ? y.w : 0.0f};
@@ -1906,10 +1908,7 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
     }
     const bool redo = __syncthreads_or(!good);
     if (rank == 0 && tid == 0) p.redo[matrix] = redo;
-    if (redo) {
-        product.close();
-        return;
-    }
+    if (redo) return;
 
     // V = P U^-1, 128 rows at a time; the first 64 rows are R and V_top.
     uint8_t* const sA = shared;
@@ -1964,7 +1963,7 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
             }
         }
         __syncthreads();
-        for (int e = tid * 16; e < 4 * kTileBytes; e += kGramThreads * 16) {
+        for (int e = tid * 16; e < 4 * kTileBytes; e += kThreads * 16) {
             const int part = e / (2 * kTileBytes), block = e / kTileBytes % 2, row_block = 2 * slab + block;
             if (row_block < p.row_blocks)
                 *reinterpret_cast<uint4*>(p.v_tiles + (matrix * p.row_blocks + row_block) * kPairBytes + part * kTileBytes + e % kTileBytes)
@@ -1998,13 +1997,12 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
         for (uint32_t q = 0; q < ranks; ++q) total += mail[q * 64 + tid];
         p.tau[matrix * p.n + p.col + tid] = 2.0f / total;
     }
-    product.close();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // larfb: C -= V T^T (V^T C) on the trailing columns
 // ---------------------------------------------------------------------------------------------------------------------
-// A unit is 64 columns of C, all rows, and belongs to a warpgroup, which works on it alone; the up to four warpgroups of a block
+// A unit is 64 columns of C, all rows, and belongs to a warpgroup, which works on it alone; the two warpgroups of a block
 // share V and T in shared memory. The roles of rows and columns are swapped, so that C passes from memory through registers
 // into the products' left operand and back, and never through shared memory:
 //   1. W^T = C^T V     tile after tile of 64 rows, C split in registers
@@ -2012,50 +2010,38 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
 //   3. C^T -= Y^T V^T  tiles in reverse order: the last ones are still in L2. Each thread meets the entries of C it had in 1.
 // A thread's columns: two neighbours, 16 w + 2 (l / 4) of its warp w and lane l, as the products' rows l / 4 and l / 4 + 8. Its rows of a tile:
 // 16 s + 2 (l % 4) + 0, 1, 8, 9.
-// Tall matrices: rows are dealt to a cluster's blocks, whose partial W^T meet in shared memory (each block adds up its share in rank
-// order and gives it to all). A block keeps up to 8 tiles of V; with more rows than that the slots are refilled on the way.
+// Rows are dealt to a cluster's blocks, whose partial W^T meet in shared memory (each block adds up its share in rank
+// order and gives it to all). A block keeps up to 4 tiles of V; with more rows than that the slots are refilled on the way.
 // Shared memory: V (slots pairs), T (a pair), per warpgroup 16 KiB for the meeting, barriers.
-// The first panel reads C from A and writes H; later ones read and write H.
 struct LarfbArgs {
     const float* src;
     float* dst;
     const uint8_t* v_tiles;
     const uint8_t* t;
-    int n, col, row_blocks, units, chunks, slots;      // chunks: blocks (clusters) that share a matrix's units
+    int n, col, row_blocks, slots;
 };
-constexpr int kLarfbGroups = 4, kLarfbSlots = 8;                            // at most: warpgroups of a block, tiles of V in its shared memory
-constexpr int kLarfbBarriers = 2 * kLarfbSlots + 1 + 2 * kLarfbGroups + 6;
-constexpr int larfb_shared_bytes(int slots, int groups) { return (slots + 1 + groups) * kPairBytes + 8 * kLarfbBarriers; }
-static_assert(larfb_shared_bytes(kLarfbSlots, kLarfbGroups) <= 227 * 1024);
+constexpr int kLarfbGroups = 2, kLarfbSlots = 4;                            // warpgroups of a block; at most: tiles of V in its shared memory
+constexpr int larfb_shared_bytes(int slots) { return (slots + 1 + kLarfbGroups) * kPairBytes + 8 * (2 * slots + 1 + 2 * kLarfbGroups); }
 
-template <class Product, bool kEven>
-__global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const LarfbArgs p) {
-    extern __shared__ __align__(1024) uint8_t shared[];
-    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, group = tid / 128, in_group = tid % 128, groups = blockDim.x / 128;
+// Units unit0 .. unit1 of one matrix, by the blocks of a cluster.
+template <bool kEven, class Product>
+__device__ __forceinline__ void larfb(const LarfbArgs& p, Product& product, uint8_t* shared, long matrix, int unit0, int unit1, uint32_t rank, uint32_t ranks) {
+    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, group = tid / 128, in_group = tid % 128;
     uint8_t* const sT = shared + p.slots * kPairBytes;
     uint8_t* const stage = sT + (1 + group) * kPairBytes;
-    uint64_t* const full = reinterpret_cast<uint64_t*>(sT + (1 + groups) * kPairBytes);    // slot s has been loaded
-    uint64_t* const released = full + kLarfbSlots;                          // slot s has been read by all warps
-    uint64_t* const t_full = released + kLarfbSlots;
+    uint64_t* const full = reinterpret_cast<uint64_t*>(sT + (1 + kLarfbGroups) * kPairBytes);    // slot s has been loaded
+    uint64_t* const released = full + p.slots;                              // slot s has been read by all warps
+    uint64_t* const t_full = released + p.slots;
     uint64_t* const met = t_full + 1 + 2 * group;                           // one arrival from each rank
-    uint64_t* const done = t_full + 1 + 2 * kLarfbGroups;
-    Product product(done, reinterpret_cast<uint32_t*>(done + 5));
-    uint32_t rank = 0, ranks = 1;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
-#endif
-    const int chunk = blockIdx.x / ranks % p.chunks, unit1 = static_cast<long>(p.units) * (chunk + 1) / p.chunks;
-    const long matrix = blockIdx.x / ranks / p.chunks;
     const int tile0 = static_cast<long>(p.row_blocks) * rank / ranks, tiles = static_cast<long>(p.row_blocks) * (rank + 1) / ranks - tile0;
     const int row0 = p.col + 64 * tile0, rows = min(64 * tiles, p.n - row0);
     const uint8_t* const v_tiles = p.v_tiles + (matrix * p.row_blocks + tile0) * kPairBytes;
     const bool refills = (p.row_blocks + ranks - 1) / ranks > p.slots;       // on some rank: the cluster goes together
 
     if (tid == 0) {
-        for (int s = 0; s < p.slots; ++s) { barrier_init(full + s, kPairArrivals); barrier_init(released + s, 4 * groups); }
+        for (int s = 0; s < p.slots; ++s) { barrier_init(full + s, kPairArrivals); barrier_init(released + s, 4 * kLarfbGroups); }
         barrier_init(t_full, kPairArrivals);
-        for (int i = 0; i < 2 * groups; ++i) barrier_init(t_full + 1 + i, ranks);
+        for (int i = 0; i < 2 * kLarfbGroups; ++i) barrier_init(t_full + 1 + i, ranks);
         fence_async_proxy();
     }
     if (ranks > 1) cluster_sync();
@@ -2065,7 +2051,7 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const Larf
         load_pair(sT, p.t + matrix * kPairBytes, t_full);
     }
 
-    int unit = static_cast<long>(p.units) * chunk / p.chunks + group;
+    int unit = unit0 + group;
     int left = 0;                                                           // rows of C from the thread's first one to the end
     bool pair = true;                                                       // the thread's second column is still C's
     long origin = 0;                                                        // the thread's first entry in tile 0
@@ -2141,7 +2127,7 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const Larf
     Operand a;
     Fragment f;
 #pragma unroll 1
-    for (bool first = true; unit - group < unit1; unit += groups, first = false) {
+    for (bool first = true; unit - group < unit1; unit += kLarfbGroups, first = false) {
         if (unit >= unit1 && !refills) break;                               // with refills every warp takes part to the end
         // 1. W^T = C^T V
 #pragma unroll 1
@@ -2194,10 +2180,51 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const Larf
 #pragma unroll
                 for (int s = 0; s < 4; ++s) fetch(t - 1, s);
         }
-        place(unit + groups);
+        place(unit + kLarfbGroups);
 #pragma unroll
         for (int s = 0; s < 4; ++s) fetch(0, s);
     }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// A step: one panel's update, and the next panel beside it
+// ---------------------------------------------------------------------------------------------------------------------
+// The first `batch` clusters, if there is a next panel, update its columns (unit 0) and factor it at once, while the others update
+// the rest: the panel's chain hides behind the update. Both read V and T of the panel before and none writes what another
+// reads. Two blocks per multiprocessor.
+struct StepArgs {
+    LarfbArgs update;      // v_tiles null: the first panel, nothing to update
+    PanelArgs panel;       // redo null: no next panel, or not by its Gram matrix
+    int batch, units, chunks;      // chunks: clusters that share a matrix's other units
+};
+constexpr int step_shared_bytes(int slots) { return (GramShared::kBytes > larfb_shared_bytes(slots) ? GramShared::kBytes : larfb_shared_bytes(slots)) + 64; }
+static_assert(2 * (step_shared_bytes(kLarfbSlots) + 1024) <= 228 * 1024, "two blocks per multiprocessor");
+
+template <class Product, bool kAligned>
+__global__ void __launch_bounds__(kThreads, 2) step_kernel(const StepArgs p) {
+    extern __shared__ __align__(1024) uint8_t shared[];
+    uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + step_shared_bytes(p.update.slots) - 64);
+    Product product(barriers, reinterpret_cast<uint32_t*>(barriers + 6));
+    uint32_t rank = 0, ranks = 1;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
+#endif
+    const bool has_panel = p.panel.redo;
+    const int cluster = blockIdx.x / ranks, other = has_panel ? cluster - p.batch : cluster;
+    const bool is_panel = other < 0;
+    const int first = has_panel ? 1 : 0, chunk = other % p.chunks;
+    const long matrix = is_panel ? cluster : other / p.chunks;
+    if (p.update.v_tiles) {
+        const int unit0 = is_panel ? 0 : first + static_cast<long>(p.units - first) * chunk / p.chunks;
+        const int unit1 = is_panel ? 1 : first + static_cast<long>(p.units - first) * (chunk + 1) / p.chunks;
+        larfb<kAligned>(p.update, product, shared, matrix, unit0, unit1, rank, ranks);
+        if (is_panel) {                                                     // its columns are updated, by all ranks
+            if (ranks > 1) cluster_sync();
+            else __syncthreads();
+        }
+    }
+    if (is_panel) gram_panel<kAligned>(p.panel, product, shared, matrix, rank, ranks);
     product.close();
 }
 
@@ -2206,7 +2233,7 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const Larf
 // ---------------------------------------------------------------------------------------------------------------------
 // Everything goes to the default queue, in order. Errors come back as a text that names the kernel; nothing is printed.
 enum Backend { kMma = 0, kWgmma = 1, kTcgen05 = 2 };
-constexpr int kStepInts = 9;
+constexpr int kStepInts = 7;
 enum StepKind { kWhole = 0, kPanel = 1, kClusterPanel = 2, kTallPanel = 3 };
 
 namespace {
@@ -2262,47 +2289,42 @@ template <int R> void geqr2_cluster(Launcher& launch, const PanelArgs& p, int ba
     using Shape = Geqr2ClusterShape<R>;
     launch("geqr2_cluster_kernel", geqr2_cluster_kernel<R>, static_cast<long>(batch) * ranks, Shape::kThreads, Shape::kSmemBytes, ranks, p);
 }
-template <class Product> void gram_panel(Launcher& launch, const PanelArgs& p, int batch, int ranks) {
-    launch("gram_panel_kernel", p.n % 4 ? gram_panel_kernel<Product, false> : gram_panel_kernel<Product, true>, static_cast<long>(batch) * ranks,
-           kGramThreads, GramShared::kBytes, ranks, p);
+template <class Product> void step(Launcher& launch, const StepArgs& p, int ranks) {
+    const long clusters = (p.panel.redo ? p.batch : 0) + (p.update.v_tiles ? static_cast<long>(p.batch) * p.chunks : 0);
+    launch("step_kernel", p.panel.n % 4 ? step_kernel<Product, false> : step_kernel<Product, true>, clusters * ranks, kThreads,
+           step_shared_bytes(p.update.slots), ranks, p);
 }
-void gram_panel(Launcher& launch, const PanelArgs& p, int batch, int ranks, int backend) {
+void step(Launcher& launch, const StepArgs& p, int ranks, int backend) {
 #if defined(KITTENS_HOPPER)
-    if (backend == kWgmma) return gram_panel<Wgmma>(launch, p, batch, ranks);
+    if (backend == kWgmma) return step<Wgmma>(launch, p, ranks);
 #endif
 #if defined(KITTENS_BLACKWELL)
-    if (backend == kTcgen05) return gram_panel<Tcgen05>(launch, p, batch, ranks);
+    if (backend == kTcgen05) return step<Tcgen05>(launch, p, ranks);
 #endif
-    gram_panel<MmaSync>(launch, p, batch, ranks);
-}
-template <class Product> void larfb(Launcher& launch, const LarfbArgs& p, int batch, int ranks, int groups) {
-    launch("larfb_kernel", p.n % 2 ? larfb_kernel<Product, false> : larfb_kernel<Product, true>, static_cast<long>(batch) * p.chunks * ranks,
-           128 * groups, larfb_shared_bytes(p.slots, groups), ranks, p);
-}
-void larfb(Launcher& launch, const LarfbArgs& p, int batch, int ranks, int groups, int backend) {
-#if defined(KITTENS_HOPPER)
-    if (backend == kWgmma) return larfb<Wgmma>(launch, p, batch, ranks, groups);
-#endif
-#if defined(KITTENS_BLACKWELL)
-    if (backend == kTcgen05) return larfb<Tcgen05>(launch, p, batch, ranks, groups);
-#endif
-    larfb<MmaSync>(launch, p, batch, ranks, groups);
+    step<MmaSync>(launch, p, ranks);
 }
 }  // namespace
 
-// Factors A (batch x n x n, row-major) into H and tau. steps: count x (kind, first column, R, ranks, ranks of the Gram kernel or 0;
-// the update's ranks, chunks, warpgroups, slots), in order of columns.
+// Factors A (batch x n x n, row-major) into H and tau. steps: count x (kind, first column, R, ranks of the column-by-column
+// kernel; of the panel's update and the next panel: ranks, chunks, slots), in order of columns; first_ranks: of the first panel alone, or 0.
 // work: qr_work_bytes(batch, n) bytes, 128-byte aligned; unused when the only step is kWhole. Returns null or an error text.
-extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work, int batch, int n, const int* steps, int count, int backend) {
+extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work, int batch, int n, const int* steps, int count, int first_ranks, int backend) {
     Launcher launch;
-    uint8_t* const t = static_cast<uint8_t*>(work);
-    uint8_t* const v_tiles = t + static_cast<long>(batch) * kPairBytes;
-    int* const redo = reinterpret_cast<int*>(v_tiles + static_cast<long>(batch) * ((n + 63) / 64) * kPairBytes);
-    for (int i = 0; i < count && !launch.error; ++i, steps += kStepInts) {
-        const int kind = steps[0], col = steps[1], R = steps[2], ranks = steps[3], gram_ranks = steps[4], m = n - col, row_blocks = (m + 63) / 64;
-        const PanelArgs p = {col ? H : A, H, tau, v_tiles, t, gram_ranks ? redo : nullptr, n, col, row_blocks};
-        if (gram_ranks) gram_panel(launch, p, batch, gram_ranks, backend);
+    // Panels take turns with two sets of V tiles and T: the next panel writes while the update reads.
+    const long v_bytes = static_cast<long>(batch) * ((n + 63) / 64) * kPairBytes, t_bytes = static_cast<long>(batch) * kPairBytes;
+    uint8_t* const base = static_cast<uint8_t*>(work);
+    int* const redo = reinterpret_cast<int*>(base + 2 * (v_bytes + t_bytes));
+    const auto panel_at = [&](int i) {
+        const int col = steps[i * kStepInts + 1];
+        uint8_t* const set = base + i % 2 * (v_bytes + t_bytes);
+        return PanelArgs{col ? H : A, H, tau, set + t_bytes, set, first_ranks ? redo : nullptr, n, col, (n - col + 63) / 64};
+    };
+    if (first_ranks) step(launch, {{A, H, nullptr, nullptr, n, 0, 0, 1}, panel_at(0), batch, 0, 1}, first_ranks, backend);
+    for (int i = 0; i < count && !launch.error; ++i) {
+        const int *const values = steps + i * kStepInts, kind = values[0], R = values[2], ranks = values[3];
+        PanelArgs p = panel_at(i);
         if (kind == kWhole) {
+            p.redo = nullptr;
             switch (R) {
                 case 4: geqr2_whole<1>(launch, p, batch); break;
                 case 8: geqr2_whole<2>(launch, p, batch); break;
@@ -2337,11 +2359,13 @@ extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work
                 default: return "qr_geqrf: no cluster kernel for this number of rows";
             }
         }
-        larfb(launch, {p.src, H, v_tiles, t, n, col, row_blocks, row_blocks - 1, steps[6], steps[8]}, batch, steps[5], steps[7], backend);
+        PanelArgs next = panel_at(i + 1);
+        if (values[kStepInts] == kWhole) next.redo = nullptr;
+        step(launch, {{p.src, H, p.v_tiles, p.t, n, p.col, p.row_blocks, values[6]}, next, batch, p.row_blocks - 1, values[5]}, values[4], backend);
     }
     return launch.error;
 }
-extern "C" long qr_work_bytes(int batch, int n) { return static_cast<long>(batch) * ((n + 63) / 64 + 1) * kPairBytes + batch * sizeof(int); }
+extern "C" long qr_work_bytes(int batch, int n) { return 2l * batch * ((n + 63) / 64 + 1) * kPairBytes + batch * static_cast<long>(sizeof(int)); }
 
 // How many clusters of `ranks` blocks the current device holds at once, each block with a multiprocessor to itself; 0 if none.
 extern "C" int qr_resident_clusters(int ranks) {
@@ -2376,23 +2400,23 @@ CPP_SOURCE = r"""
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/utils/pybind.h>
 
-extern "C" const char* qr_geqrf(const float*, float*, float*, void*, int, int, const int*, int, int);
+extern "C" const char* qr_geqrf(const float*, float*, float*, void*, int, int, const int*, int, int, int);
 extern "C" long qr_work_bytes(int, int);
 extern "C" int qr_resident_clusters(int);
 
-// A: batch x n x n, float32, CUDA, contiguous; steps: the plan's, flattened to 32-bit integers. Returns H, tau. Work space: 256 bytes a row of
-// A and 16 KiB a matrix, from torch's allocator.
-std::tuple<at::Tensor, at::Tensor> geqrf(const at::Tensor& A, const pybind11::bytes& steps, int backend) {
+// A: batch x n x n, float32, CUDA, contiguous; steps: the plan's, flattened to 32-bit integers. Returns H, tau. Work space: 512 bytes a row of
+// A and 32 KiB a matrix, from torch's allocator.
+std::tuple<at::Tensor, at::Tensor> geqrf(const at::Tensor& A, const pybind11::bytes& steps, int first_ranks, int backend) {
     const c10::DeviceGuard guard(A.device());
     const auto options = A.options().requires_grad(false);
-    const int batch = A.size(0), n = A.size(1), count = PYBIND11_BYTES_SIZE(steps.ptr()) / (9 * sizeof(int));
+    const int batch = A.size(0), n = A.size(1), count = PYBIND11_BYTES_SIZE(steps.ptr()) / (7 * sizeof(int));
     // The kernels load 16 bytes at a time; a view may start anywhere.
     const at::Tensor aligned = reinterpret_cast<uintptr_t>(A.const_data_ptr()) % 16 ? A.clone() : A;
     at::Tensor H = at::empty(A.sizes(), options), tau = at::empty({batch, n}, options), work;
     if (count > 1) work = at::empty({qr_work_bytes(batch, n)}, options.dtype(at::kByte));
     const char* error = qr_geqrf(aligned.const_data_ptr<float>(), H.mutable_data_ptr<float>(), tau.mutable_data_ptr<float>(),
                                  count > 1 ? work.mutable_data_ptr() : nullptr, batch, n,
-                                 reinterpret_cast<const int*>(PYBIND11_BYTES_AS_STRING(steps.ptr())), count, backend);
+                                 reinterpret_cast<const int*>(PYBIND11_BYTES_AS_STRING(steps.ptr())), count, first_ranks, backend);
     TORCH_CHECK(!error, error);
     return {H, tau};
 }
@@ -2526,7 +2550,8 @@ def prove(extension, backend: str, info: DeviceInfo, index: int) -> None:
     """Factor two random 260 x 260 matrices on CUDA device `index` and compare with float64. Raises BuildError if they are not right."""
     n = 260
     A = torch.randn(2, n, n, generator=torch.Generator().manual_seed(1)).to(torch.device("cuda", index))
-    H, tau = extension.geqrf(A, _flat(plan(2, n, info, backend)), BACKENDS[backend])
+    route = plan(2, n, info, backend)
+    H, tau = extension.geqrf(A, _flat(route), route.first_ranks, BACKENDS[backend])
     Q = torch.linalg.householder_product(H.double(), tau.double())
     residual = ((Q.mT @ A.double() - H.double().triu()).abs().sum(1).amax() / A.double().abs().sum(1).amax()).item()
     if not residual < n * torch.finfo(torch.float32).eps:
@@ -2625,7 +2650,7 @@ def _flat(route: Plan) -> bytes:
 @functools.lru_cache(maxsize=1024)
 def _route(index: int, batch: int, n: int) -> tuple[Plan, bytes, object, int]:
     choice = choose_backend(index)
-    route = Plan("geqrf", (), choice.reason) if choice.extension is None else plan(batch, n, choice.info, choice.name)
+    route = Plan("geqrf", (), 0, choice.reason) if choice.extension is None else plan(batch, n, choice.info, choice.name)
     return route, _flat(route), choice.extension, BACKENDS.get(route.backend, -1)
 
 
@@ -2633,7 +2658,7 @@ def plan_for(A: torch.Tensor) -> Plan:
     """The route that `custom_kernel(A)` takes, for a tensor that it accepts."""
     _check(A)
     if not A.is_cuda:
-        return Plan("geqrf", (), f"A is on {A.device}")
+        return Plan("geqrf", (), 0, f"A is on {A.device}")
     return _route(A.device.index, A.shape[0], A.shape[1])[0]
 
 
@@ -2663,7 +2688,7 @@ def custom_kernel(data: input_t) -> output_t:
     route, steps, extension, backend = _route(data.device.index, data.shape[0], data.shape[1])
     if not steps:
         return tuple(torch.geqrf(data))
-    return extension.geqrf(data.contiguous(), steps, backend)
+    return extension.geqrf(data.contiguous(), steps, route.first_ranks, backend)
 
 
 # =====================================================================================================================

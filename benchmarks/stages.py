@@ -37,7 +37,7 @@ def launches(A: torch.Tensor) -> list[tuple[str, float]]:
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as record:
         custom_kernel(A)
         torch.cuda.synchronize()
-    events = [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA and "_kernel" in e.name and ("geqr2" in e.name or "gram" in e.name or "larfb" in e.name)]
+    events = [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA and "_kernel" in e.name and ("geqr2" in e.name or "step" in e.name)]
     events.sort(key=lambda e: e.time_range.start)
     return [(e.name.removeprefix("void ").split("<")[0].split("(")[0], e.device_time) for e in events]
 
@@ -72,7 +72,7 @@ def main() -> None:
             continue
         for i, (name, row) in enumerate(stages(batch, n, options.calls).items()):
             gbs = tflops = ""
-            if name == "larfb_kernel":
+            if name == "step_kernel":
                 c = batch * n * (n - PANEL)
                 gbs, tflops = f"{8 * c / row['first'] / 1e3:.0f}", f"{3 * 4 * PANEL * c / row['first'] / 1e6:.0f}"
             table.add_row(f"{batch} x {n}" if i == 0 else "", name, str(row["launches"]), f"{row['total']:.1f}", f"{row['first']:.1f}", gbs, tflops)

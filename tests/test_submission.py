@@ -88,17 +88,16 @@ def check_route(route: Plan, batch: int, n: int, info: DeviceInfo, backend: str)
     assert [step.column for step in route.steps] == list(range(0, PANEL * len(route.steps), PANEL))
     assert last.kind == WHOLE and 0 < n - last.column <= submission.WHOLE_LIMIT and 4 * last.rows_per_lane >= n - last.column
     assert last.rows_per_lane in range(4, 49, 4), "the whole-matrix kernels that exist"
-    assert last[3:] == (1, 0, 0, 0, 0, 0), "nothing right of it to update"
+    assert last[3:] == (1, 0, 0, 0), "nothing right of it to update"
+    assert (route.first_ranks > 0) == (len(panels) > 0) and 64 % max(route.first_ranks, 1) == 0 and route.first_ranks <= info.max_cluster
     assert not panels or n > submission.WHOLE_LIMIT, "a matrix that fits one block is one launch"
     for step in panels:
         rows = n - step.column
         assert rows >= 2 * PANEL, "a panel has 64 columns and something right of it"
-        assert 1 <= step.gram_ranks <= info.max_cluster and 64 % step.gram_ranks == 0
-        assert step.gram_ranks <= -(-rows // 128), "each block of the Gram kernel has a slab"
-        tiles, units = -(-rows // 64), -(-rows // 64) - 1
-        assert 1 <= step.larfb_ranks <= min(8, info.max_cluster, tiles) and 1 <= step.larfb_chunks <= units
-        assert 1 <= step.larfb_groups <= min(4, -(-units // step.larfb_chunks)) and 1 <= step.larfb_slots <= 8
-        assert (step.larfb_slots + 1 + step.larfb_groups) * 16384 + 1024 <= info.shared_bytes
+        tiles, has_next = -(-rows // 64), route.steps[step.column // PANEL + 1].kind != WHOLE
+        assert 1 <= step.step_ranks <= min(info.max_cluster, tiles) and 64 % step.step_ranks == 0
+        assert 1 <= step.chunks <= tiles - 1 - has_next, "each cluster has a unit"
+        assert 1 <= step.slots <= min(4, -(-tiles // step.step_ranks)) and (step.slots + 3) * 16384 + 1024 <= info.shared_bytes
         assert 1 <= step.ranks <= info.max_cluster and step.ranks & (step.ranks - 1) == 0
         if step.kind == TALL:
             assert rows > submission.BLOCK_ROWS * step.ranks and step.ranks == info.max_cluster
@@ -135,9 +134,9 @@ def test_routes_to_geqrf_say_why():
 def test_ranked_sizes_are_no_special_case():
     """Neighbours of a ranked shape take the same kernels, up to where the last panel ends."""
     def kernels(batch, n, count):
-        return [(s.kind, s.rows_per_lane, s.ranks, s.gram_ranks, s.larfb_ranks, s.larfb_groups) for s in plan(batch, n, H200, "wgmma").steps[:count]]
+        return [(s.kind, s.rows_per_lane, s.ranks, s.step_ranks, s.chunks) for s in plan(batch, n, H200, "wgmma").steps[:count]]
     for batch, n in ((20, 32), (40, 176), (40, 352), (640, 512), (60, 1024), (8, 2048), (2, 4096)):
-        count = max(1, n // PANEL - 2)
+        count = max(1, n // PANEL - 3)
         assert kernels(batch, n, count) == kernels(batch, n - 1, count) == kernels(batch + (batch > 100), n, count), (batch, n)
 
 
@@ -170,7 +169,7 @@ def test_kernelguard_matches_nothing():
 
 def test_file_map_names_what_exists():
     lines = re.search(r"File map\n(.*?)\n\n", submission.__doc__, re.S)[1].splitlines()
-    names = [name for line in lines for name in re.findall(r"\b[A-Za-z_0-9]+\b", re.sub(r"\(gram_panel_kernel makes its own T\)|\(products of tiles\)", "", line.split(":", 1)[1]))]
+    names = [name for line in lines for name in re.findall(r"\b[A-Za-z_0-9]+\b", re.sub(r"\(gram_panel makes its own T\)|\(products of tiles\)|\(the update beside the next panel\)", "", line.split(":", 1)[1]))]
     assert len(names) > 20
     for name in names:
         assert re.search(rf"(def|class|struct) {name}\b|\b{name}\(", TEXT.split('"""', 2)[2]), name
@@ -178,7 +177,7 @@ def test_file_map_names_what_exists():
 
 def test_launch_names_are_the_kernels():
     """The name that an error would report is the kernel's."""
-    launches = re.findall(r'launch\("(\w+)", (?:p\.n % \d \? )?(\w+)', submission.CUDA_SOURCE)
+    launches = re.findall(r'launch\("(\w+)", (?:p\.(?:panel\.)?n % \d \? )?(\w+)', submission.CUDA_SOURCE)
     assert len(launches) >= 5 and all(said == kernel for said, kernel in launches)
 
 
@@ -222,9 +221,9 @@ def test_ptx_holds_the_backends_instruction(ptx, backend):
     assert INSTRUCTIONS[backend] in text and INSTRUCTIONS["mma"] in text, "mma.sync is the safety net everywhere"
     for other, instruction in INSTRUCTIONS.items():
         assert other in (backend, "mma") or instruction not in text
-    kernels = {name for name in ("geqr2_whole_kernel", "geqr2_kernel", "geqr2_cluster_kernel", "geqr2_tall_kernel", "gram_panel_kernel", "larfb_kernel")
+    kernels = {name for name in ("geqr2_whole_kernel", "geqr2_kernel", "geqr2_cluster_kernel", "geqr2_tall_kernel", "step_kernel")
                if re.search(rf"\.entry \w*{name}", text)}
-    assert len(kernels) == 6
+    assert len(kernels) == 5
 
 
 def test_cuda_source_includes_no_torch_header():
