@@ -527,7 +527,8 @@ __global__ void __launch_bounds__(64 * Q) geqr2_whole_kernel(const PanelArgs p) 
     uint64_t* const published = reinterpret_cast<uint64_t*>(smem + Shape::kBarriers);  // slot k is written: four arrivals
     uint64_t* const finished = published + N;                               // head and reflector k are: one
     const long matrix = blockIdx.x;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 8, j = lane % 8, column = 8 * warp + j, m = p.n - p.col;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);         // uniform, and known to be
+    const int lane = threadIdx.x % 32, g = lane / 8, j = lane % 8, column = 8 * warp + j, m = p.n - p.col;
     const float* const src = p.src + (matrix * p.n + p.col) * p.n + p.col + column;
     float* const dst = p.dst + (matrix * p.n + p.col) * p.n + p.col + column;
 
@@ -1514,8 +1515,8 @@ struct GramShared {                                                         // b
     static constexpr int kY = 3 * kMatrix;                                  // U^-1
     static constexpr int kR = 4 * kMatrix;                                  // G, then R
     static constexpr int kVt = 5 * kMatrix;                                 // P_top, then V_top^T
-    static constexpr int kRows = 6 * kMatrix;                               // 2 x (2 rows of G, 2 rows and columns of P_top)
-    static constexpr int kNorm = kRows + 4 * 12 * 64;                        // |p_i|, 1 / U_ii, 1 / R_ii
+    static constexpr int kSquares = 6 * kMatrix;                            // per warp: sums of squares of V's columns
+    static constexpr int kNorm = kSquares + 4 * 8 * 64;                     // |p_i|, 1 / U_ii, 1 / R_ii
     static constexpr int kMail = kNorm + 4 * 3 * 64;                        // per rank: sums of squares of V's columns
     static constexpr int kBytes = kMail + 4 * kMaxCluster * 64;
     static_assert(kMatrix % 1024 == 0, "swizzled tiles start on 1024 bytes");
@@ -1526,11 +1527,7 @@ __device__ __forceinline__ float rcp_newton(float x) {
     asm("rcp.approx.f32 %0, %1;" : "=f"(q) : "f"(x));
     return fmaf(q, fmaf(-x, q, 1.0f), q);
 }
-// The 64 steps on G and P_top, two at a time. 16 x 16 threads; thread (ty, tx) keeps entries (ty + 16 a, tx + 16 b) of both in
-// registers. The owners of rows k and l = k + 1 (and of those columns of P_top) publish them, one barrier, then everyone
-// works out the two steps' rows and columns for itself and applies its part of the rank-2 updates. The long chain is two
-// reciprocal square roots and two reciprocals. Leaves R, V_top^T and U, zeros and ones written out, 1 / U_kk and 1 / R_kk.
-// False: a guard failed.
+// One step of the recurrence: from the pivot of G and the diagonal entry of P_top, both as they are by then.
 struct GramStep { float minus_inv_beta, pivot, inv; };
 __device__ __forceinline__ GramStep gram_step(float square, float alpha, bool& good) {
     good = good && square > 1e-28f && square < 1e30f && fmaf(-alpha, alpha, square) > kTailFloor * square;
@@ -1543,125 +1540,126 @@ __device__ __forceinline__ GramStep gram_step(float square, float alpha, bool& g
     h.inv = rcp_newton(h.pivot);
     return h;
 }
-__device__ __forceinline__ void load4(float (&x)[4], const float* from) {
-    const float4 v = *reinterpret_cast<const float4*>(from);
-    x[0] = v.x; x[1] = v.y; x[2] = v.z; x[3] = v.w;
-}
-__device__ __forceinline__ void store4(float* to, const float (&x)[4]) { *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]); }
-
-__device__ __forceinline__ bool gram_factor(const float* gram, const float* sP, float* sRows, float* sR, float* sVt, float* sU, float* s_inv_u, float* s_inv_r) {
-    constexpr int T = 16, A = 4;
-    const int tx = threadIdx.x % T, ty = threadIdx.x / T;
-    // Published, twice: rows k, l of G, rows k, l of P_top, columns k, l of P_top; as [T][A], a thread's values adjacent.
-    constexpr int kG = 0, kRow = 128, kColumn = 256, kBuffer = 384;
-    float g[A][A], t[A][A];
+// R, V_top and U from G (upper triangle, in sR) and P_top (in sU), by blocks of 16 rows and columns:
+//   G11 = R11^T R11 (with signs), P11 - R11 = V11 U11      16 steps, in one warp's registers
+//   R12 = R11^-T G12, U12 = V11^-1 (P12 - R12), V21 = P21 U11^-1      a thread per column or row
+//   G22 -= R12^T R12, P22 -= V21 U12                                  a 4 x 4 tile per thread
+// In place: R takes G's upper triangle, U that of P_top; what is below stays behind. V_top^T goes to sVt, whose diagonal and
+// lower triangle are set already. Also 1 / U_kk and 1 / R_kk. False, in the first warp: a guard failed. Whole block; ends with a barrier.
+constexpr int kBlock = 16;
+__device__ __forceinline__ bool factor_diagonal(float* sR, float* sU, float* sVt, float* s_inv_u, float* s_inv_r, int d) {
+    int lane = threadIdx.x % 32;
+    asm volatile("" : "+r"(lane));                                          // or every index made from it is kept from block to block
+    const int j = lane % kBlock;                                            // lanes 0-15: a column of G11; 16-31: of P11
+    const bool is_p = lane >= kBlock;
+    float* const below = (is_p ? sU : sR) + d * (kPitch + 1) + j;           // down the column
+    const float* const right = sR + d * (kPitch + 1) + j * kPitch;          // and, for what is below G11's diagonal, along the row
+    float a[kBlock], own_inv = 0;
     bool good = true;
 #pragma unroll
-    for (int a = 0; a < A; ++a)
+    for (int i = 0; i < kBlock; ++i) a[i] = is_p || i <= j ? below[i * kPitch] : right[i];
 #pragma unroll
-        for (int b = 0; b < A; ++b) {
-            const int i = ty + T * a, j = tx + T * b;
-            g[a][b] = gram[min(i, j) * kPitch + max(i, j)];
-            t[a][b] = sP[i * kPitch + j];
+    for (int k = 0; k < kBlock; ++k) {
+        const float square = __shfl_sync(0xffffffffu, a[k], k), alpha = __shfl_sync(0xffffffffu, a[k], kBlock + k);
+        const GramStep h = gram_step(square, alpha, good);
+        const float r = __shfl_sync(0xffffffffu, -a[k] * h.minus_inv_beta, j);   // R_kj, also for the lanes of P11
+        const float u = a[k] - r;
+        const float x = !is_p ? r : j > k ? u * h.inv : 0.0f;
+#pragma unroll
+        for (int i = k + 1; i < kBlock; ++i)                                // R_ki, or column k of P11, which becomes V's
+            a[i] = fmaf(-__shfl_sync(0xffffffffu, is_p ? a[i] : r, is_p ? kBlock + k : i), x, a[i]);
+        a[k] = !is_p ? r : j == k ? h.pivot : j > k ? u : a[k];
+        own_inv = j == k ? h.inv : own_inv;
+        if (lane == 0) {
+            s_inv_r[d + k] = -h.minus_inv_beta;
+            s_inv_u[d + k] = h.inv;
         }
-    auto publish = [&](float* buffer, int at, const float (&g_row)[A], const float (&t_row)[A], const float (&t_column)[A]) {
-        if (ty / 2 * 2 == at) {
-            store4(buffer + kG + (ty & 1) * 64 + tx * A, g_row);
-            store4(buffer + kRow + (ty & 1) * 64 + tx * A, t_row);
-        }
-        if (tx / 2 * 2 == at) store4(buffer + kColumn + (tx & 1) * 64 + ty * A, t_column);
-    };
-    {
-        const float t_column[A] = {t[0][0], t[1][0], t[2][0], t[3][0]};
-        publish(sRows, 0, g[0], t[0], t_column);
     }
-    __syncthreads();
-    float* now = sRows;
-    float* next = sRows + kBuffer;
 #pragma unroll
-    for (int ka = 0; ka < A; ++ka) {                                        // k = 16 ka + kk: register indices stay constants
+    for (int i = 0; i < kBlock; ++i) {
+        if (i <= j) below[i * kPitch] = a[i];
+        else if (is_p) sVt[d * (kPitch + 1) + j * kPitch + i] = a[i] * own_inv;
+    }
+    return good;
+}
+__device__ __forceinline__ void load_row(float (&x)[kBlock], const float* from) {
+#pragma unroll
+    for (int i = 0; i < kBlock; i += 4) {
+        const float4 v = *reinterpret_cast<const float4*>(from + i);
+        x[i] = v.x; x[i + 1] = v.y; x[i + 2] = v.z; x[i + 3] = v.w;
+    }
+}
+// x L^T = x by substitution, where row k of `rows` holds column k of L (what is right of its diagonal); scaled by inv if L has no unit diagonal.
+template <bool kUnit> __device__ __forceinline__ void substitute(float (&x)[kBlock], const float* rows, const float* inv) {
+#pragma unroll
+    for (int k = 0; k < kBlock; ++k) {
+        float row[kBlock];
+        load_row(row, rows + k * kPitch);
+        if (!kUnit) x[k] *= inv[k];
+#pragma unroll
+        for (int i = k + 1; i < kBlock; ++i) x[i] = fmaf(-row[i], x[k], x[i]);
+    }
+}
+__device__ __forceinline__ bool gram_factor(float* sR, float* sU, float* sVt, float* s_inv_u, float* s_inv_r) {
+    const int tid = threadIdx.x, warp = __shfl_sync(0xffffffffu, tid / 32, 0);   // uniform, and known to be
+    bool good = true;
 #pragma unroll 1
-        for (int kk = 0; kk < T; kk += 2) {
-            const int k = kk * A + ka, l = k + A;                           // places of k and l in a published vector
-            const float gkl = now[kG + l], tkl = now[kRow + l], tlk = now[kColumn + l];
-            const GramStep hk = gram_step(now[kG + k], now[kRow + k], good);
-            const float rkl = -gkl * hk.minus_inv_beta, ukl = tkl - rkl, vlk = tlk * hk.inv;
-            const GramStep hl = gram_step(fmaf(-rkl, rkl, now[kG + 64 + l]), fmaf(-vlk, ukl, now[kRow + 64 + l]), good);
-            float rk_j[A], rl_j[A], uk_j[A], ul_j[A], rk_i[A], rl_i[A], vk_i[A], vl_i[A];
-            load4(rk_j, now + kG + tx * A);
-            load4(rl_j, now + kG + 64 + tx * A);
-            load4(uk_j, now + kRow + tx * A);
-            load4(ul_j, now + kRow + 64 + tx * A);
-            load4(rk_i, now + kG + ty * A);                                 // G is symmetric: its rows serve as columns
-            load4(rl_i, now + kG + 64 + ty * A);
-            load4(vk_i, now + kColumn + ty * A);
-            load4(vl_i, now + kColumn + 64 + ty * A);
+    for (int d = 0; d < 64; d += kBlock) {
+        if (warp == 0) good = factor_diagonal(sR, sU, sVt, s_inv_u, s_inv_r, d) && good;
+        __syncthreads();
+        const int first = d + kBlock, left = 64 - first, c = first + tid % 128;
+        if (left == 0) break;
+        if (c < 64) {
+            float x[kBlock];
+            if (tid < 128) {                                                // column c of R12, then of U12
+                float p[kBlock];
 #pragma unroll
-            for (int b = ka; b < A; ++b) {
-                rk_j[b] *= -hk.minus_inv_beta;
-                uk_j[b] -= rk_j[b];
-                rl_j[b] = fmaf(-rkl, rk_j[b], rl_j[b]) * -hl.minus_inv_beta;
-                ul_j[b] = fmaf(-vlk, uk_j[b], ul_j[b]) - rl_j[b];
-                rk_i[b] *= -hk.minus_inv_beta;
-                vk_i[b] *= hk.inv;
-                rl_i[b] = fmaf(-rkl, rk_i[b], rl_i[b]) * -hl.minus_inv_beta;
-                vl_i[b] = fmaf(-vk_i[b], ukl, vl_i[b]) * hl.inv;
+                for (int k = 0; k < kBlock; ++k) { x[k] = sR[(d + k) * kPitch + c]; p[k] = sU[(d + k) * kPitch + c]; }
+                substitute<false>(x, sR + d * kPitch + d, s_inv_r + d);
+#pragma unroll
+                for (int k = 0; k < kBlock; ++k) p[k] -= x[k];
+                substitute<true>(p, sVt + d * kPitch + d, nullptr);
+#pragma unroll
+                for (int k = 0; k < kBlock; ++k) { sR[(d + k) * kPitch + c] = x[k]; sU[(d + k) * kPitch + c] = p[k]; }
+            } else {                                                        // row c of V21
+                load_row(x, sU + c * kPitch + d);
+                substitute<false>(x, sU + d * kPitch + d, s_inv_u + d);
+#pragma unroll
+                for (int k = 0; k < kBlock; ++k) sVt[(d + k) * kPitch + c] = x[k];
             }
-#pragma unroll
-            for (int a = ka; a < A; ++a) {
-                const bool below = a > ka || ty > kk + 1;
-                const float rk = below ? rk_i[a] : 0.0f, rl = below ? rl_i[a] : 0.0f, vk = below ? vk_i[a] : 0.0f, vl = below ? vl_i[a] : 0.0f;
-#pragma unroll
-                for (int b = ka; b < A; ++b)
-                    if (b > ka || tx > kk + 1) {
-                        g[a][b] = fmaf(-rl, rl_j[b], fmaf(-rk, rk_j[b], g[a][b]));
-                        t[a][b] = fmaf(-vl, ul_j[b], fmaf(-vk, uk_j[b], t[a][b]));
-                    }
-            }
-            if (ty / 2 * 2 == kk) {                                         // rows k and l are finished
-                const bool odd = ty & 1;
-#pragma unroll
-                for (int b = ka; b < A; ++b)
-                    if (b > ka || tx >= ty) {
-                        g[ka][b] = odd ? rl_j[b] : rk_j[b];
-                        t[ka][b] = b == ka && tx == ty ? (odd ? hl.pivot : hk.pivot) : odd ? ul_j[b] : uk_j[b];
-                    }
-                if (tx == ty) {
-                    s_inv_u[T * ka + ty] = odd ? hl.inv : hk.inv;
-                    s_inv_r[T * ka + ty] = -(odd ? hl.minus_inv_beta : hk.minus_inv_beta);
-                }
-            }
-            if (tx / 2 * 2 == kk)                                           // and their columns of V_top
-#pragma unroll
-                for (int a = ka; a < A; ++a)
-                    if (a > ka || ty > tx) t[a][ka] = tx & 1 ? vl_i[a] : vk_i[a];
-            const bool wrap = kk + 2 == T;
-            if (!wrap || ka + 1 < A) {
-                const int up = ka + 1 < A ? ka + 1 : ka;
-                float g_row[A], t_row[A], t_column[A];
-#pragma unroll
-                for (int b = 0; b < A; ++b) {
-                    g_row[b] = wrap ? g[up][b] : g[ka][b];
-                    t_row[b] = wrap ? t[up][b] : t[ka][b];
-                    t_column[b] = wrap ? t[b][up] : t[b][ka];
-                }
-                publish(next, wrap ? 0 : kk + 2, g_row, t_row, t_column);
-            }
-            float* const swap = now;
-            now = next;
-            next = swap;
-            __syncthreads();
         }
+        __syncthreads();
+        const int tiles = left / 4;                                         // tiles x tiles of P22, then G22's upper ones
+        int row = tid / tiles, column = tid % tiles;
+        const bool is_p = row < tiles;
+        if (!is_p) {
+            int e = tid - tiles * tiles;
+            for (row = 0; row < tiles && e >= tiles - row; ++row) e -= tiles - row;
+            column = row + e;
+        }
+        if (row < tiles) {
+            const float* const left_row = (is_p ? sVt : sR) + d * kPitch + first + 4 * row;
+            const float* const right_row = (is_p ? sU : sR) + d * kPitch + first + 4 * column;
+            float* const target = (is_p ? sU : sR) + (first + 4 * row) * kPitch + first + 4 * column;
+            float acc[4][4] = {};
+#pragma unroll 4
+            for (int k = 0; k < kBlock; ++k) {
+                const float4 l = *reinterpret_cast<const float4*>(left_row + k * kPitch), r = *reinterpret_cast<const float4*>(right_row + k * kPitch);
+                const float l_[4] = {l.x, l.y, l.z, l.w}, r_[4] = {r.x, r.y, r.z, r.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) acc[i][e] = fmaf(l_[i], r_[e], acc[i][e]);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float4* const at = reinterpret_cast<float4*>(target + i * kPitch);
+                const float4 old = *at;
+                *at = make_float4(old.x - acc[i][0], old.y - acc[i][1], old.z - acc[i][2], old.w - acc[i][3]);
+            }
+        }
+        __syncthreads();
     }
-#pragma unroll
-    for (int a = 0; a < A; ++a)
-#pragma unroll
-        for (int b = 0; b < A; ++b) {
-            const int i = ty + T * a, j = tx + T * b;
-            sR[i * kPitch + j] = j >= i ? g[a][b] : 0.0f;
-            sU[i * kPitch + j] = j >= i ? t[a][b] : 0.0f;
-            sVt[j * kPitch + i] = j < i ? t[a][b] : j == i ? 1.0f : 0.0f;
-        }
     return good;
 }
 
@@ -1770,12 +1768,12 @@ __device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product,
     const int c4 = in_group % 16 * 4, c_row = in_group / 16;
     float4 x[8];
     auto fetch = [&](int slab) {
+        const int row = 128 * slab + 64 * group + c_row;
+        const float* at = src + (static_cast<long>(row) * p.n + c4);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int row = 128 * slab + 64 * group + c_row + 8 * i;
-            const float* const at = src + (static_cast<long>(row) * p.n + c4);
+        for (int i = 0; i < 8; ++i, at += 8l * p.n) {
             x[i] = make_float4(0, 0, 0, 0);
-            if (row < m) x[i] = kAligned ? *reinterpret_cast<const float4*>(at) : make_float4(at[0], at[1], at[2], at[3]);
+            if (row + 8 * i < m) x[i] = kAligned ? *reinterpret_cast<const float4*>(at) : make_float4(at[0], at[1], at[2], at[3]);
         }
     };
     fetch(slab0);
@@ -1840,9 +1838,17 @@ __device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product,
         gram = sM;
     }
     if (tid < 64) s_norm[tid] = sqrtf(gram[tid * kPitch + tid]);
-
-    bool good = gram_factor(gram, sVt, reinterpret_cast<float*>(shared + S::kRows), sR, sVt, sU, s_inv_u, s_inv_r);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {                                           // P_top to U's place; the rest of V_top^T
+        const int i = tid / 16 + 16 * e, at = i * kPitch + tid % 16 * 4;
+        float4* const vt = reinterpret_cast<float4*>(sVt + at);
+        *reinterpret_cast<float4*>(sU + at) = *vt;
+        if (gram != sR) *reinterpret_cast<float4*>(sR + at) = *reinterpret_cast<const float4*>(gram + at);
+        const int to_diagonal = i - tid % 16 * 4;
+        *vt = make_float4(to_diagonal == 0 ? 1.0f : 0.0f, to_diagonal == 1 ? 1.0f : 0.0f, to_diagonal == 2 ? 1.0f : 0.0f, to_diagonal == 3 ? 1.0f : 0.0f);
+    }
     __syncthreads();
+    bool good = gram_factor(sR, sU, sVt, s_inv_u, s_inv_r);
     const bool makes_t = rank == 0;
     // Result of two upper triangles' product, in the first warpgroup's f; the operands' tiles may take the factors' place.
     auto multiply = [&](const float* A, const float* B, uint8_t* tiles) {
@@ -1931,11 +1937,12 @@ __device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product,
         if (Product::kAsync && slab + 1 < slab1) fetch(slab + 1);
         product.finish();
         product.read(f);
-        __syncthreads();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int local = my_row + 8 * half, row = 128 * slab + local;
+            const int row = 128 * slab + my_row + 8 * half;
             float* const to = dst + static_cast<long>(row) * p.n;
+            uint8_t* const tile = p.v_tiles + (matrix * p.row_blocks + row / 64) * kPairBytes;
+            const bool has_tile = row / 64 < p.row_blocks;
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
                 const int column = 16 * q + lane % 4 * 4;
@@ -1957,25 +1964,18 @@ __device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product,
                 uint2 high, low;
                 split_bf16(v.x, v.y, high.x, low.x);
                 split_bf16(v.z, v.w, high.y, low.y);
-                const int at = local / 64 * kTileBytes + tile_offset(local % 64, column);
-                *reinterpret_cast<uint2*>(sA + at) = high;
-                *reinterpret_cast<uint2*>(sA + 2 * kTileBytes + at) = low;
+                if (has_tile) {                                             // four lanes fill a sector
+                    *reinterpret_cast<uint2*>(tile + tile_offset(row % 64, column)) = high;
+                    *reinterpret_cast<uint2*>(tile + kTileBytes + tile_offset(row % 64, column)) = low;
+                }
             }
-        }
-        __syncthreads();
-        for (int e = tid * 16; e < 4 * kTileBytes; e += kThreads * 16) {
-            const int part = e / (2 * kTileBytes), block = e / kTileBytes % 2, row_block = 2 * slab + block;
-            if (row_block < p.row_blocks)
-                *reinterpret_cast<uint4*>(p.v_tiles + (matrix * p.row_blocks + row_block) * kPairBytes + part * kTileBytes + e % kTileBytes)
-                    = *reinterpret_cast<const uint4*>(sA + e);
         }
         if (!Product::kAsync && slab + 1 < slab1) fetch(slab + 1);
         __syncthreads();
     }
 
     // tau = 2 / |v|^2: over a warp's rows, the warps, the ranks, in that order
-    float* const s_squares = reinterpret_cast<float*>(shared + S::kRows);   // 8 x 64: reaches into norms and reciprocals, done with
-    static_assert(S::kMail - S::kRows >= 4 * 8 * 64);
+    float* const s_squares = reinterpret_cast<float*>(shared + S::kSquares);
 #pragma unroll
     for (int q = 0; q < 4; ++q)
 #pragma unroll
@@ -2062,18 +2062,23 @@ __device__ __forceinline__ void larfb(const LarfbArgs& p, Product& product, uint
         if (!kEven) pair = column + 1 < p.n;
     };
     float2 c[4][4];                                                         // [s][row 0, 1, 8, 9]
-    auto fetch = [&](int t, int s) {
-        const float* const from = p.src + origin + static_cast<long>(64 * t) * p.n;
+    const long n = p.n;
+    const auto row_after = [](int j) { return j % 2 + j / 2 * 8; };
+    // Rows of one s from `at`, of which `more` are C's.
+    auto fetch = [&](const float* at, int more, float2 (&x)[4]) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const int row = 16 * s + j % 2 + j / 2 * 8;
-            const float* const at = from + row * p.n;
-            c[s][j] = make_float2(0, 0);
-            if (64 * t + row < left) {
-                if (kEven) c[s][j] = *reinterpret_cast<const float2*>(at);
-                else { c[s][j].x = at[0]; if (pair) c[s][j].y = at[1]; }
+            x[j] = make_float2(0, 0);
+            if (row_after(j) < more) {
+                if (kEven) x[j] = *reinterpret_cast<const float2*>(at + row_after(j) * n);
+                else { x[j].x = at[row_after(j) * n]; if (pair) x[j].y = at[row_after(j) * n + 1]; }
             }
         }
+    };
+    auto fetch_tile = [&](int t) {
+        const float* at = p.src + origin + 64 * t * n;
+#pragma unroll
+        for (int s = 0; s < 4; ++s, at += 16 * n) fetch(at, left - 64 * t - 16 * s, c[s]);
     };
     uint32_t full_parity = 0, released_parity = 0;
     auto wait_for = [&](int slot) {
@@ -2122,8 +2127,7 @@ __device__ __forceinline__ void larfb(const LarfbArgs& p, Product& product, uint
     };
 
     place(unit);
-#pragma unroll
-    for (int s = 0; s < 4; ++s) fetch(0, s);
+    fetch_tile(0);
     Operand a;
     Fragment f;
 #pragma unroll 1
@@ -2132,14 +2136,15 @@ __device__ __forceinline__ void larfb(const LarfbArgs& p, Product& product, uint
         // 1. W^T = C^T V
 #pragma unroll 1
         for (int t = 0, slot = 0; t < tiles; ++t, slot = slot + 1 < p.slots ? slot + 1 : 0) {
+            const float* ahead = p.src + origin + 64 * (t + 1) * n;
 #pragma unroll
-            for (int s = 0; s < 4; ++s) {
+            for (int s = 0; s < 4; ++s, ahead += 16 * n) {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     split_bf16(c[s][2 * h].x, c[s][2 * h + 1].x, a.high[s][2 * h], a.low[s][2 * h]);
                     split_bf16(c[s][2 * h].y, c[s][2 * h + 1].y, a.high[s][2 * h + 1], a.low[s][2 * h + 1]);
                 }
-                if (t + 1 < tiles) fetch(t + 1, s);                         // the last tile's C stays for step 3
+                if (t + 1 < tiles) fetch(ahead, left - 64 * (t + 1) - 16 * s, c[s]);   // the last tile's C stays for step 3
             }
             if (first || t >= p.slots) wait_for(slot);
             product.template start_registers<Form::kAB>(a, shared + slot * kPairBytes, stage, t == 0);
@@ -2163,26 +2168,22 @@ __device__ __forceinline__ void larfb(const LarfbArgs& p, Product& product, uint
             product.finish_group();
             product.read_group(f);
             if (t >= p.slots) release(slot, t - p.slots);
-            float* const to = p.dst + origin + static_cast<long>(64 * t) * p.n;
+            float* to = p.dst + origin + 64 * t * n;
 #pragma unroll
-            for (int s = 0; s < 4; ++s)
+            for (int s = 0; s < 4; ++s, to += 16 * n)
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    const int row = 16 * s + j % 2 + j / 2 * 8;
                     const float2 *const y = f.v[2 * s + j / 2], x = j % 2 ? make_float2(y[0].y, y[1].y) : make_float2(y[0].x, y[1].x);
-                    float* const at = to + row * p.n;
-                    if (64 * t + row < left) {
+                    float* const at = to + row_after(j) * n;
+                    if (64 * t + 16 * s + row_after(j) < left) {
                         if (kEven) *reinterpret_cast<float2*>(at) = make_float2(c[s][j].x - x.x, c[s][j].y - x.y);
                         else { at[0] = c[s][j].x - x.x; if (pair) at[1] = c[s][j].y - x.y; }
                     }
                 }
-            if (t)
-#pragma unroll
-                for (int s = 0; s < 4; ++s) fetch(t - 1, s);
+            if (t) fetch_tile(t - 1);
         }
         place(unit + kLarfbGroups);
-#pragma unroll
-        for (int s = 0; s < 4; ++s) fetch(0, s);
+        fetch_tile(0);
     }
 }
 

@@ -44,7 +44,7 @@ def host_source() -> str:
                        (r'asm\("rcp\.approx\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\);', r"\1 = 1.0f / \2;"),
                        (r'asm\("mov\.u32 %0, %%cluster_ctarank;" : "=r"\((\w+)\)\);', r"\1 = cluster_rank;"),
                        (r'asm\("mov\.u32 %0, %%cluster_nctarank;" : "=r"\((\w+)\)\);', r"\1 = cluster_ranks;"),
-                       (r'asm\("" : [^;]*;', ""),
+                       (r'asm(?: volatile)?\("" : [^;]*;', ""),
                        (r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];", r"\1* const \2 = reinterpret_cast<\1*>(block->shared);")):
         source = re.sub(ptx, plain, source)
     assert "asm" not in source, re.findall(r".*asm.*", source)
