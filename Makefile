@@ -29,4 +29,4 @@ test: install
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .hypothesis __pycache__ tests/__pycache__
+	rm -rf $(VENV) .pytest_cache .hypothesis __pycache__ */__pycache__ tests/*/__pycache__

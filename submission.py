@@ -7,7 +7,8 @@ without waiting for them. No derivative, as for torch.geqrf.
 How it works: columns are factored in panels of 64 (geqr2). A panel is taken from its Gram matrix, in one meeting of its rows,
 unless its columns are nearly dependent: then column by column, in float32. The panel's reflectors V come with T, which gathers
 them into I - V T V^T (larft), and are applied to the columns right of it (larfb) on tensor cores, every float32 operand split
-into two bf16 parts, three products of parts, float32 sums. A matrix of up to 192 columns is one launch, with no T.
+into two bf16 parts, three products of parts, float32 sums. The next panel is factored in the launch that updates the rest. A matrix of up to 192 columns
+is one launch, with no T.
 
 File map
   Route:        plan, plan_for, custom_kernel
@@ -47,8 +48,10 @@ WHOLE_LIMIT = 192            # largest matrix that one block keeps in registers
 BLOCK_ROWS = 512             # rows of a panel that one block keeps in registers
 PAIR = 16 * 1024             # bytes of a 64 x 64 tile in two bf16 parts
 STEP_GROUPS, STEP_SLOTS = 2, 4      # warpgroups of a block of the step kernel; at most: tiles of V in its shared memory
+STEP_SHARED = 111424         # bytes of shared memory a block of it needs at least: the Gram panel's
 # The step kernel's cycles: a block's start; a tile of 64 rows in either pass over C, a unit's product with T, a cluster's meeting;
-# a panel's small factors and a tile of 64 rows of it. H200, 2026-12-01, from the profiles in benchmarks/LOG.md.
+# a panel's small factors and a tile of 64 rows of it. Estimates for an H200 from the profile of the kernels before it (benchmarks/LOG.md, 6);
+# benchmarks/stages.py measures them anew.
 START, TILE, UNIT, MEET, FACTORS, PANEL_TILE = 3000, 4000, 2000, 3000, 32000, 6000
 BLOCKED_SHARED = 160 * 1024  # bytes of shared memory a block needs beyond 128 rows
 WHOLE, SINGLE, CLUSTER, TALL = range(4)   # kinds of Step, as in the CUDA source's StepKind
@@ -110,7 +113,8 @@ def step_shape(batch: int, rows: int, has_next: bool, info: DeviceInfo) -> tuple
     while ranks <= min(info.max_cluster, tiles):
         own_tiles = -(-tiles // ranks)
         slots = min(STEP_SLOTS, own_tiles)
-        blocks = 2 if 2 * ((slots + 1 + STEP_GROUPS) * PAIR + 2048) <= info.shared_bytes + 1024 else 1
+        shared = max(STEP_SHARED, (slots + 1 + STEP_GROUPS) * PAIR + 1024)
+        blocks = 2 if 2 * (shared + 1024) <= info.shared_bytes + 1024 else 1
         capacity = info.resident(ranks) * blocks
         one_round = 2 * own_tiles * TILE + UNIT + (ranks > 1) * MEET
         panel = has_next * (START + one_round + FACTORS + own_tiles * PANEL_TILE + (ranks > 1) * 2 * MEET)
@@ -136,6 +140,7 @@ def plan(batch: int, n: int, info: DeviceInfo, backend: str) -> Plan:
         return Plan("geqrf", (), 0, "torch.geqrf was asked for")
     if n > 128 and info.shared_bytes < BLOCKED_SHARED:
         return Plan("geqrf", (), 0, f"n = {n} needs {BLOCKED_SHARED} bytes of shared memory a block, the device has {info.shared_bytes}")
+
     def has_panel(column):
         return n - column > (2 * PANEL - 1 if column else WHOLE_LIMIT)
 
@@ -180,6 +185,7 @@ CUDA_SOURCE = r"""
 
 #include <cstdint>
 #include <cstdio>
+#include <type_traits>
 #include <utility>
 #if defined(KITTENS_HOPPER) || defined(KITTENS_BLACKWELL)
 #include "kittens.cuh"
@@ -287,17 +293,11 @@ __device__ __forceinline__ void fence_async_proxy() {
 
 __device__ __forceinline__ void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }   // a warpgroup
 
-__device__ __forceinline__ void cluster_arrive() {
+__device__ __forceinline__ void cluster_sync() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void cluster_wait() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_sync() { cluster_arrive(); cluster_wait(); }
 template <typename T> __device__ __forceinline__ T* in_rank(T* shared, uint32_t rank) {   // the same place in another block
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     uint64_t there;
@@ -1084,7 +1084,7 @@ __global__ void __launch_bounds__(Geqr2TallShape::kThreads, 1) geqr2_tall_kernel
             dst[at] = src[at];
             dst[at + 1] = src[at + 1];
         }
-    // total = f summed over the rows (kSum) or its maximum; each lane brings its two columns' values, `row` goes along
+    // total = value summed over warps and ranks, or its maximum; each lane brings its two columns' values, `row` goes along
     auto meet = [&](float2 value, float2 row, bool maximum) {
         *reinterpret_cast<float2*>(partial + warp * W + c) = value;
         __syncthreads();
@@ -1187,15 +1187,15 @@ __global__ void __launch_bounds__(Geqr2TallShape::kThreads, 1) geqr2_tall_kernel
 // Operands are tile images in shared memory, or registers. A product of split operands is high high + high low + low high in
 // float32, dropping low low (2^-16 of each term). Result: float pairs [n8 block][row half], lane l has rows l / 4 (+ 8) of its
 // warp's 16 and columns 8 block + 2 (l % 4), + 1. Interface, all calls by whole warpgroups:
-//   start(a, b, clear)   256 threads, A of 128 rows (two tiles, one after the other; the low tiles follow kALow and kBLow bytes
-//                      after the high ones), B 64 x 64: begins result (+)= op(A) op(B). finish() waits, read(result) fetches;
-//                      the warp's rows start at row_of_warp()
+//   start(a, b)          256 threads, A B with A of 128 rows (two tiles, one after the other; the low tiles follow kALow and kBLow
+//                      bytes after the high ones), B 64 x 64. finish() waits, read(result) fetches; the warp's rows start at row_of_warp()
 //   start_exact(a, b)    a warpgroup's own product of 64 x 64 operands, each high + mid + low (three tiles): all products but
 //                      mid low and low low, as good as float32
-//   start_registers(a, b, stage, clear)   a warpgroup's own product of an Operand A and a (high, low) pair B; A stays as it is, and
-//                      stage (a pair) unused otherwise, until finish_group
+//   start_registers(a, b, stage, clear)   a warpgroup's own product of an Operand A and a (high, low) pair B, added to the last one's
+//                      result unless clear; A stays as it is, and stage (a pair) unused otherwise, until finish_group
 //   finish_group(), read_group(result)   for these two; warp w has rows 16 (w % 4) ...
-// Forms: kAtB: A given as its transpose (128 columns: two tiles side by side). kABt: B as its transpose.
+//   close()              by the whole block, once, when it needs no product any more
+// Forms: kAtB: A given as its transpose. kABt: B as its transpose.
 enum class Form { kAtB, kAB, kABt };
 
 struct Fragment { float2 v[8][2]; };
@@ -1208,6 +1208,17 @@ __device__ __forceinline__ void split(Operand& a, const Fragment& f) {     // a 
     for (int s = 0; s < 4; ++s)
 #pragma unroll
         for (int r = 0; r < 4; ++r) split_bf16(f.v[2 * s + r / 2][r % 2].x, f.v[2 * s + r / 2][r % 2].y, a.high[s][r], a.low[s][r]);
+}
+
+// one(clear, a part, b part) for each product of parts that start_exact counts, smallest first
+template <typename One> __device__ __forceinline__ void products_of_parts(const uint8_t* a, const uint8_t* b, One one) {
+    constexpr int kMid = kTileBytes, kLow = 2 * kTileBytes;
+    one(std::true_type{}, a + kLow, b);
+    one(std::false_type{}, a, b + kLow);
+    one(std::false_type{}, a + kMid, b + kMid);
+    one(std::false_type{}, a + kMid, b);
+    one(std::false_type{}, a, b + kMid);
+    one(std::false_type{}, a, b);
 }
 
 struct MmaSync {
@@ -1247,22 +1258,16 @@ struct MmaSync {
 #pragma unroll
         for (int i = 0; i < 16; ++i) sum.v[i / 2][i % 2] = make_float2(0, 0);
     }
-    template <Form kForm, int kALow, int kBLow>
-    __device__ __forceinline__ void start(const uint8_t* a, const uint8_t* b, bool clear) {
+    template <int kALow, int kBLow> __device__ __forceinline__ void start(const uint8_t* a, const uint8_t* b) {
         a += threadIdx.x / 128 * kTileBytes;
-        if (clear) reset();
-        one<kForm>(a + kALow, b);
-        one<kForm>(a, b + kBLow);
-        one<kForm>(a, b);
+        reset();
+        one<Form::kAB>(a + kALow, b);
+        one<Form::kAB>(a, b + kBLow);
+        one<Form::kAB>(a, b);
     }
     template <Form kForm> __device__ __forceinline__ void start_exact(const uint8_t* a, const uint8_t* b) {
         reset();
-        one<kForm>(a + 2 * kTileBytes, b);
-        one<kForm>(a, b + 2 * kTileBytes);
-        one<kForm>(a + kTileBytes, b + kTileBytes);
-        one<kForm>(a + kTileBytes, b);
-        one<kForm>(a, b + kTileBytes);
-        one<kForm>(a, b);
+        products_of_parts(a, b, [&](auto, const uint8_t* a_part, const uint8_t* b_part) { one<kForm>(a_part, b_part); });
     }
     template <Form kForm> __device__ __forceinline__ void start_registers(const Operand& a, const uint8_t* b, uint8_t*, bool clear) {
         const int lane = threadIdx.x % 32, low3 = lane & 7, bit3 = lane >> 3 & 1, bit4 = lane >> 4;
@@ -1292,7 +1297,7 @@ struct MmaSync {
 };
 
 #if defined(KITTENS_HOPPER) || defined(KITTENS_BLACKWELL)
-template <int kRows, int kColumns = 64> using Tile = kittens::st_bf<kRows, kColumns>;
+template <int kRows> using Tile = kittens::st_bf<kRows, 64>;
 template <typename T> __device__ __forceinline__ const T& tile_at(const uint8_t* p) { return *reinterpret_cast<const T*>(p); }
 #endif
 
@@ -1322,24 +1327,18 @@ struct Wgmma {
         else if constexpr (kForm == Form::kAB) Group::template mma_AB<Sum, T, T, 0, !kClear>(sum, A, B);
         else Group::template mma_ABt<Sum, T, T, 0, !kClear>(sum, A, B);
     }
-    template <Form kForm, int kALow, int kBLow>
-    __device__ __forceinline__ void start(const uint8_t* a, const uint8_t* b, bool clear) {
+    template <int kALow, int kBLow> __device__ __forceinline__ void start(const uint8_t* a, const uint8_t* b) {
         a += threadIdx.x / 128 * kTileBytes;
+        reset();
         fence();
-        if (clear) one<kForm, true>(a + kALow, b);
-        else one<kForm, false>(a + kALow, b);
-        one<kForm, false>(a, b + kBLow);
-        one<kForm, false>(a, b);
+        one<Form::kAB, true>(a + kALow, b);
+        one<Form::kAB, false>(a, b + kBLow);
+        one<Form::kAB, false>(a, b);
     }
     template <Form kForm> __device__ __forceinline__ void start_exact(const uint8_t* a, const uint8_t* b) {
         reset();
         fence();
-        one<kForm, true>(a + 2 * kTileBytes, b);
-        one<kForm, false>(a, b + 2 * kTileBytes);
-        one<kForm, false>(a + kTileBytes, b + kTileBytes);
-        one<kForm, false>(a + kTileBytes, b);
-        one<kForm, false>(a, b + kTileBytes);
-        one<kForm, false>(a, b);
+        products_of_parts(a, b, [&](auto clear, const uint8_t* a_part, const uint8_t* b_part) { one<kForm, clear.value>(a_part, b_part); });
     }
     template <Form kForm> __device__ __forceinline__ void start_registers(const Operand& a, const uint8_t* b, uint8_t*, bool clear) {
         using A = kittens::rt_bf<16, 64>;
@@ -1404,30 +1403,22 @@ struct Tcgen05 {
         sum = memory.template allocate<Sum>(0);
         group_sum = memory.template allocate<GroupSum>(threadIdx.x / 128 % 2, 64 + threadIdx.x / 256 * 64);
     }
-    template <Form kForm, int kALow, int kBLow>
-    __device__ __forceinline__ void start(const uint8_t* a, const uint8_t* b, bool clear) {
+    template <int kALow, int kBLow> __device__ __forceinline__ void start(const uint8_t* a, const uint8_t* b) {
         if (threadIdx.x == 0) {
             asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
-            if (clear) one<kForm, true>(a + kALow, b);
-            else one<kForm, false>(a + kALow, b);
-            one<kForm, false>(a, b + kBLow);
-            one<kForm, false>(a, b);
+            one<true>(a + kALow, b);
+            one<false>(a, b + kBLow);
+            one<false>(a, b);
             kittens::tensor_commit<1>(done[0]);
         }
     }
-    __device__ __forceinline__ void reset() {}
     template <Form kForm, bool kClear> __device__ __forceinline__ void one_group(const uint8_t* a, const uint8_t* b) {
         kittens::mma<kForm == Form::kAtB, kForm == Form::kABt, GroupSum, Tile<64>, Tile<64>, !kClear>(group_sum, tile_at<Tile<64>>(a), tile_at<Tile<64>>(b));
     }
     template <Form kForm> __device__ __forceinline__ void start_exact(const uint8_t* a, const uint8_t* b) {
         if (threadIdx.x % 128 == 0) {
             asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
-            one_group<kForm, true>(a + 2 * kTileBytes, b);
-            one_group<kForm, false>(a, b + 2 * kTileBytes);
-            one_group<kForm, false>(a + kTileBytes, b + kTileBytes);
-            one_group<kForm, false>(a + kTileBytes, b);
-            one_group<kForm, false>(a, b + kTileBytes);
-            one_group<kForm, false>(a, b);
+            products_of_parts(a, b, [&](auto clear, const uint8_t* a_part, const uint8_t* b_part) { one_group<kForm, clear.value>(a_part, b_part); });
             kittens::tensor_commit<1>(done[1 + threadIdx.x / 128]);
         }
     }
@@ -1457,11 +1448,8 @@ struct Tcgen05 {
         kittens::wait(done[1 + threadIdx.x / 128], group_products & 1);
         ++group_products;
     }
-    template <Form kForm, bool kClear> __device__ __forceinline__ void one(const uint8_t* a, const uint8_t* b) {
-        using A = std::conditional_t<kForm == Form::kAtB, Tile<64, 128>, Tile<128>>;
-        using B = Tile<64>;
-        constexpr int trans_a = kForm == Form::kAtB, trans_b = kForm == Form::kABt;
-        kittens::mma<trans_a, trans_b, Sum, A, B, !kClear>(sum, tile_at<A>(a), tile_at<B>(b));
+    template <bool kClear> __device__ __forceinline__ void one(const uint8_t* a, const uint8_t* b) {
+        kittens::mma<0, 0, Sum, Tile<128>, Tile<64>, !kClear>(sum, tile_at<Tile<128>>(a), tile_at<Tile<64>>(b));
     }
     __device__ __forceinline__ void finish() {
         kittens::wait(done[0], products & 1);
@@ -1510,7 +1498,7 @@ constexpr float kGrowthLimit = 6.0f, kTailFloor = 1e-3f;
 constexpr int kThreads = 256, kPitch = 68, kGramMatrixBytes = 4 * 64 * kPitch;   // 64 x 64 float32 matrices, rows 16-byte aligned
 struct GramShared {                                                         // byte offsets; six 64 x 64 matrices, then small things
     static constexpr int kMatrix = kGramMatrixBytes;
-    static constexpr int kU = 0, kZ = kMatrix;                              // U and (V_top^T R)^-1; before them tiles of P, after them of V
+    static constexpr int kU = 0, kZ = kMatrix;                              // U and (V_top^T R)^-1; before and after them tiles of P
     static constexpr int kM = 2 * kMatrix;                                  // G summed over the cluster; V_top^T R; U^-1 (high, low)
     static constexpr int kY = 3 * kMatrix;                                  // U^-1
     static constexpr int kR = 4 * kMatrix;                                  // G, then R
@@ -1663,15 +1651,15 @@ __device__ __forceinline__ bool gram_factor(float* sR, float* sU, float* sVt, fl
     return good;
 }
 
-// acc += A[i .. i + 1][k0 .. k1) B[k0 .. k1)[j .. j + 3]: row-major, pitches kPitch and kBPitch, k0 and k1 multiples of 4.
-template <int kBPitch> __device__ __forceinline__ void small_product(float (&acc)[2][4], const float* A, const float* B, int i, int j, int k0, int k1) {
+// acc += A[i .. i + 1][k0 .. k1) B[k0 .. k1)[j .. j + 3]: row-major, k0 and k1 multiples of 4.
+__device__ __forceinline__ void small_product(float (&acc)[2][4], const float* A, const float* B, int i, int j, int k0, int k1) {
 #pragma unroll 2
     for (int k = k0; k < k1; k += 4) {
         const float4 a0 = *reinterpret_cast<const float4*>(A + i * kPitch + k), a1 = *reinterpret_cast<const float4*>(A + (i + 1) * kPitch + k);
         const float a_[2][4] = {{a0.x, a0.y, a0.z, a0.w}, {a1.x, a1.y, a1.z, a1.w}};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            const float4 b = *reinterpret_cast<const float4*>(B + (k + e) * kBPitch + j);
+            const float4 b = *reinterpret_cast<const float4*>(B + (k + e) * kPitch + j);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 acc[r][0] = fmaf(a_[r][e], b.x, acc[r][0]);
@@ -1714,8 +1702,8 @@ __device__ __forceinline__ void invert_upper(const float* U, const float* inv, f
                 const float* const u = U + which * u1;
                 float* const y = Y + which * y1;
                 float acc[2][4] = {};
-                if (side == 0) small_product<kPitch>(acc, u + b * kPitch + b + s, y + (b + s) * kPitch + b + s, i, j, 0, j + 4);
-                else small_product<kPitch>(acc, y + b * kPitch + b, y + (b + s) * kPitch + b, i, j, i / 4 * 4, s);
+                if (side == 0) small_product(acc, u + b * kPitch + b + s, y + (b + s) * kPitch + b + s, i, j, 0, j + 4);
+                else small_product(acc, y + b * kPitch + b, y + (b + s) * kPitch + b, i, j, i / 4 * 4, s);
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     float* const to = y + (side ? (b + i + r) * kPitch + b + s + j : (b + s + i + r) * kPitch + b + j);
@@ -1932,8 +1920,7 @@ __device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product,
         }
         fence_async_proxy();
         __syncthreads();
-        product.reset();
-        product.template start<Form::kAB, 2 * kTileBytes, kTileBytes>(sA, shared + S::kM, true);
+        product.template start<2 * kTileBytes, kTileBytes>(sA, shared + S::kM);
         if (Product::kAsync && slab + 1 < slab1) fetch(slab + 1);
         product.finish();
         product.read(f);
@@ -2433,9 +2420,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 # =====================================================================================================================
 THUNDERKITTENS_URL = "https://github.com/HazyResearch/ThunderKittens"
 THUNDERKITTENS_COMMIT = "0b55588d2769dde0c7a9a606ffc015b0ca7a9551"
-APART = ("tcgen05",)         # backends whose fault may be a hang: they prove themselves in a child process,
-PROOF_SECONDS = 60           # within this time; the child's exit status for a wrong result is
-WRONG = 3
+APART = ("tcgen05",)   # backends whose fault may be a hang: they prove themselves in a child process
+PROOF_SECONDS = 60     # of such a proof, at most
+WRONG = 3              # its exit status for a wrong result
 BACKENDS = {"mma": 0, "wgmma": 1, "tcgen05": 2}   # as in the CUDA source's enum Backend
 
 

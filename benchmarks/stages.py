@@ -2,9 +2,10 @@
 
     python benchmarks/stages.py [--shape 640x512 ...] [--calls 5]
 
-Per shape (batch x n) and kernel: launches a call, microseconds a call, microseconds of the first launch (the widest panel or
-update: n rows, 64 columns of V). For the update also what that launch achieved: GB/s of C, read once and written once, and
-TFLOP/s with the three products of the 3-split counted. Medians over the calls; L2 is cleared before each.
+Per shape (batch x n) and kernel: launches a call, microseconds a call, microseconds of the first two launches. The step kernel's
+first launch is the first panel alone, its second the widest update (n rows, 64 columns of V) with the next panel beside it; of that
+one also GB/s of C, read once and written once, and TFLOP/s with the three products of the 3-split counted. Medians over the
+calls; L2 is cleared before each.
 """
 import argparse
 import statistics
@@ -42,17 +43,14 @@ def launches(A: torch.Tensor) -> list[tuple[str, float]]:
     return [(e.name.removeprefix("void ").split("<")[0].split("(")[0], e.device_time) for e in events]
 
 
-def stages(batch: int, n: int, calls: int) -> dict[str, dict]:
-    """Kernel -> launches, total and first microseconds (medians over the calls)."""
+def stages(batch: int, n: int, calls: int) -> dict[str, list[float]]:
+    """Kernel -> microseconds of each of its launches, in order (medians over the calls)."""
     A = torch.randn(batch, n, n, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
     for _ in range(2):
         custom_kernel(A)
     records = [launches(A) for _ in range(calls)]
-    result = {}
-    for name in dict.fromkeys(name for name, _ in records[0]):
-        own = [[time for kernel, time in record if kernel == name] for record in records]
-        result[name] = dict(launches=len(own[0]), total=statistics.median(map(sum, own)), first=statistics.median(times[0] for times in own))
-    return result
+    return {name: [statistics.median(times) for times in zip(*([time for kernel, time in record if kernel == name] for record in records))]
+            for name in dict.fromkeys(name for name, _ in records[0])}
 
 
 def main() -> None:
@@ -63,19 +61,20 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.exit(1, "stages.py: torch sees no CUDA device\n")
     table = rich.table.Table(title=torch.cuda.get_device_name(), title_justify="left", box=rich.box.SIMPLE_HEAD)
-    for name in ("batch x n", "kernel", "launches", "us a call", "first us", "GB/s", "TFLOP/s"):
+    for name in ("batch x n", "kernel", "launches", "us a call", "first", "second", "GB/s", "TFLOP/s"):
         table.add_column(name, justify="left" if name == "kernel" else "right", no_wrap=True)
     for batch, n in options.shape or map(shape, SHAPES):
         backend = plan_for(torch.empty(1, device="cuda").expand(batch, n, n)).backend
         if backend == "geqrf":
             table.add_row(f"{batch} x {n}", "torch.geqrf")
             continue
-        for i, (name, row) in enumerate(stages(batch, n, options.calls).items()):
+        for i, (name, times) in enumerate(stages(batch, n, options.calls).items()):
             gbs = tflops = ""
             if name == "step_kernel":
                 c = batch * n * (n - PANEL)
-                gbs, tflops = f"{8 * c / row['first'] / 1e3:.0f}", f"{3 * 4 * PANEL * c / row['first'] / 1e6:.0f}"
-            table.add_row(f"{batch} x {n}" if i == 0 else "", name, str(row["launches"]), f"{row['total']:.1f}", f"{row['first']:.1f}", gbs, tflops)
+                gbs, tflops = f"{8 * c / times[1] / 1e3:.0f}", f"{3 * 4 * PANEL * c / times[1] / 1e6:.0f}"
+            first, second = (f"{time:.1f}" for time in (times + [0.0])[:2])
+            table.add_row(f"{batch} x {n}" if i == 0 else "", name, str(len(times)), f"{sum(times):.1f}", first, second if len(times) > 1 else "", gbs, tflops)
     console = rich.console.Console()
     console.width = max(console.width, 110)
     console.print(table)

@@ -79,8 +79,8 @@ def factor(library, A, route):
     return H, tau
 
 
-def check(library, batch, n, case, info, change=lambda route: route, cond=1):
-    A = generate_input(batch, n, cond, n, case, device="cpu")
+def check(library, batch, n, case, info, change=lambda route: route):
+    A = generate_input(batch, n, 1, n, case, device="cpu")
     kept = A.clone()
     route = change(plan(batch, n, info, "mma"))
     output = factor(library, A, route._replace(steps=tuple(s._replace(kind=TALL) if s.kind == CLUSTER else s for s in route.steps)))

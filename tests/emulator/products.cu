@@ -1,6 +1,6 @@
 // Appended to submission.py's CUDA source: each product of tiles by itself, for comparison with a plain product.
 //
-// One block. Per warpgroup g: A_g and B_g (64 x 64, row-major) -> out_g = A_g B_g. Kinds: 0 start<kAB>: 256 threads, A_0 over A_1 times
+// One block. Per warpgroup g: A_g and B_g (64 x 64, row-major) -> out_g = A_g B_g. Kinds: 0 start: 256 threads, A_0 over A_1 times
 // B_0; 1, 2 start_exact<kAtB, kAB>; 3, 4 start_registers<kAB, kABt>; 5: 3 twice, the second product added to the first.
 template <class Product>
 __global__ void __launch_bounds__(512, 1) product_kernel(int kind, const float* A, const float* B, float* out) {
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(512, 1) product_kernel(int kind, const float* 
         if (group == 0) fill(sB, b, false, kTileBytes, 2);
         fence_async_proxy();
         __syncthreads();
-        product.template start<Form::kAB, 2 * kTileBytes, kTileBytes>(shared, shared + 4 * kTripleBytes, true);
+        product.template start<2 * kTileBytes, kTileBytes>(shared, shared + 4 * kTripleBytes);
         product.finish();
         product.read(f);
         row = Product::row_of_warp() + lane / 4;

@@ -90,7 +90,7 @@ class Kernel:
         if match := re.match(r"tcgen05\.alloc\.cta_group::1\.sync\.aligned\.shared::cta\.b32\s+\[(%rd\w+)\],\s*(\w+)$", plain):
             return low_word(match[1], call("emulate_alloc", [("b32", "low"), ("b32", match[2])]))
         if plain == "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned":
-            return call("emulate_relinquish", [])
+            return ""                # a block allocates once, here: a second time stops it
         if match := re.match(r"tcgen05\.dealloc\.cta_group::1\.sync\.aligned\.b32\s+(%\w+),\s*(\w+)$", plain):
             return call("emulate_dealloc", [("b32", match[1]), ("b32", match[2])])
         if plain in ("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync"):

@@ -32,7 +32,7 @@ struct Block {
     uint32_t fence_count[1024];
     Mma queue[kQueue];
     uint32_t time;                                       // counts fences and issues
-    int count, lock, columns, relinquished, polls;
+    int count, lock, columns, polls;
 };
 __device__ Block blocks[kBlocks];
 
@@ -113,13 +113,12 @@ __device__ __noinline__ void emulate_alloc(uint32_t address, uint32_t columns) {
         if (block.columns) stop("alloc: columns of this or an earlier kernel were not released", block.columns);
         if (columns < 32 || columns > 512 || (columns & (columns - 1))) stop("alloc: not a power of two in 32..512", columns);
         block.columns = columns;
-        block.relinquished = block.count = block.polls = 0;
+        block.count = block.polls = 0;
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(0) : "memory");
         __threadfence();
     }
     __syncwarp();
 }
-__device__ __noinline__ void emulate_relinquish() { own_block().relinquished = 1; }
 __device__ __noinline__ void emulate_dealloc(uint32_t address, uint32_t columns) {
     Block& block = own_block();
     if (threadIdx.x % 32 == 0) {

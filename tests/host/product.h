@@ -4,7 +4,6 @@ struct HostProduct {
     static constexpr bool kAsync = true;
     static int row_of_warp() { return threadIdx.x / 32 * 16; }
     HostProduct(uint64_t*, uint32_t*) {}
-    void reset() {}
     static float entry(const uint8_t* tile, int row, int column) {
         uint16_t bits;
         memcpy(&bits, tile + tile_offset(row, column), 2);
@@ -21,19 +20,18 @@ struct HostProduct {
                     (e ? result.v[n8][half].y : result.v[n8][half].x) += sum;
                 }
     }
-    template <Form kForm, int kALow, int kBLow> void start(const uint8_t* a, const uint8_t* b, bool clear) {
-        if (clear) result = {};
+    template <int kALow, int kBLow> void start(const uint8_t* a, const uint8_t* b) {
+        result = {};
         const auto tiles = [](const uint8_t* t) { return [=](int m, int k) { return entry(t + m / 64 * kTileBytes, m % 64, k); }; };
-        add<kForm>(tiles(a + kALow), b, row_of_warp());
-        add<kForm>(tiles(a), b + kBLow, row_of_warp());
-        add<kForm>(tiles(a), b, row_of_warp());
+        add<Form::kAB>(tiles(a + kALow), b, row_of_warp());
+        add<Form::kAB>(tiles(a), b + kBLow, row_of_warp());
+        add<Form::kAB>(tiles(a), b, row_of_warp());
     }
     template <Form kForm> void start_exact(const uint8_t* a, const uint8_t* b) {
         result = {};
-        for (const auto& [i, j] : {std::pair{2, 0}, {0, 2}, {1, 1}, {1, 0}, {0, 1}, {0, 0}}) {
-            const uint8_t* const part = a + i * kTileBytes;
-            add<kForm>([=](int m, int k) { return kForm == Form::kAtB ? entry(part, k, m) : entry(part, m, k); }, b + j * kTileBytes, threadIdx.x / 32 % 4 * 16);
-        }
+        products_of_parts(a, b, [&](auto, const uint8_t* a_part, const uint8_t* b_part) {
+            add<kForm>([=](int m, int k) { return kForm == Form::kAtB ? entry(a_part, k, m) : entry(a_part, m, k); }, b_part, threadIdx.x / 32 % 4 * 16);
+        });
     }
     template <Form kForm> void start_registers(const Operand& operand, const uint8_t* b, uint8_t*, bool clear) {
         if (clear) result = {};
