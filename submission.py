@@ -7,23 +7,25 @@ without waiting for them. No derivative, as for torch.geqrf.
 How it works: columns are factored in panels of 64 (geqr2). A panel is taken from its Gram matrix, in one meeting of its rows,
 unless its columns are nearly dependent: then column by column, in float32. The panel's reflectors V come with T, which gathers
 them into I - V T V^T (larft), and are applied to the columns right of it (larfb) on tensor cores, every float32 operand split
-into two bf16 parts, three products of parts, float32 sums. A matrix of up to 192 columns is one launch, with no T.
+into two bf16 parts, three products of parts, float32 sums. The next panel is factored in the launch that updates the rest. A matrix of up to 192 columns
+is one launch, with no T.
 
 File map
   Route:        plan, plan_for, custom_kernel
   CUDA, shared: split_bf16, take_bf16, warp_sum
-  geqr2:        larfg, geqr2_kernel, geqr2_cluster_kernel, geqr2_tall_kernel, gram_panel_kernel (gram_factor, invert_upper)
-  larft:        larft (gram_panel_kernel makes its own T)
-  larfb:        MmaSync, Wgmma, Tcgen05 (products of tiles), larfb_kernel
+  geqr2:        larfg, geqr2_whole_kernel, geqr2_kernel, geqr2_cluster_kernel, geqr2_tall_kernel, gram_panel (gram_factor, invert_upper)
+  larft:        larft (gram_panel makes its own T)
+  larfb:        MmaSync, Wgmma, Tcgen05 (products of tiles), larfb, step_kernel (the update beside the next panel)
   Host driver:  qr_geqrf
   Build:        find_thunderkittens, check_toolchain, build
-  Choice:       candidates, prove, choose_backend
+  Choice:       candidates, prove, prove_apart, choose_backend
 
 Environment
   QR_BACKEND            tcgen05, wgmma, mma or geqrf: use this one or fail
   QR_FORCE_FALLBACK=1   torch.geqrf for everything
   THUNDERKITTENS_ROOT   folder that holds ThunderKittens' include/kittens.cuh
 """
+import array
 import functools
 import hashlib
 import os
@@ -44,38 +46,88 @@ from task import input_t, output_t
 PANEL = 64                   # columns of a panel
 WHOLE_LIMIT = 192            # largest matrix that one block keeps in registers
 BLOCK_ROWS = 512             # rows of a panel that one block keeps in registers
-LARFB_ROWS = 256             # rows of the trailing matrix that one block of the update keeps in registers
+PAIR = 16 * 1024             # bytes of a 64 x 64 tile in two bf16 parts
+STEP_GROUPS, STEP_SLOTS = 2, 4      # warpgroups of a block of the step kernel; at most: tiles of V in its shared memory
+STEP_SHARED = 111424         # bytes of shared memory a block of it needs at least: the Gram panel's
+# The step kernel's cycles: a block's start; a tile of 64 rows in either pass over C, a unit's product with T, a cluster's meeting;
+# a panel's small factors and a tile of 64 rows of it. Estimates for an H200 from the profile of the kernels before it (benchmarks/LOG.md, 6);
+# benchmarks/stages.py measures them anew.
+START, TILE, UNIT, MEET, FACTORS, PANEL_TILE = 3000, 4000, 2000, 3000, 32000, 6000
 BLOCKED_SHARED = 160 * 1024  # bytes of shared memory a block needs beyond 128 rows
 WHOLE, SINGLE, CLUSTER, TALL = range(4)   # kinds of Step, as in the CUDA source's StepKind
+CLUSTER_SIZES = 2, 4, 8, 16
 MAX_BLOCKS = 2**31 - 1       # of one launch
 
 
 class DeviceInfo(NamedTuple):
-    """What a route depends on: compute capability, multiprocessors, bytes of shared memory one block can have, and the
-    largest cluster that holds the tallest panel kernel (0: no clusters)."""
+    """What a route depends on: compute capability, multiprocessors, bytes of shared memory one block can have, and how many
+    clusters of 2, 4, 8 and 16 blocks are resident at once, each block on a multiprocessor of its own (0: no such clusters)."""
     capability: tuple[int, int]
     multiprocessors: int
     shared_bytes: int
-    max_cluster: int
+    clusters: tuple[int, int, int, int]
+
+    @property
+    def max_cluster(self) -> int:
+        """Blocks of the largest cluster, 1 without clusters."""
+        return max([1, *(ranks for ranks, count in zip(CLUSTER_SIZES, self.clusters) if count)])
+
+    def resident(self, ranks: int) -> int:
+        """How many clusters of `ranks` blocks run at once; ranks = 1: blocks."""
+        return self.multiprocessors if ranks == 1 else self.clusters[CLUSTER_SIZES.index(ranks)]
 
 
 class Step(NamedTuple):
-    """One panel (and its trailing update), or the last square block whole. Column by column, rows are dealt to `ranks` blocks,
-    at most 32 rows_per_lane each (0: any number, kept in memory); the Gram kernel comes first on `gram_ranks` blocks a matrix,
-    unless 0. The update deals rows to clusters of `larfb_ranks` blocks."""
+    """One panel with its update and the next panel, or the last square block whole.
+
+    Column by column (for the matrices that the Gram kernel declined) a panel's rows are dealt to `ranks` blocks, at most
+    32 rows_per_lane each (0: any number, kept in memory; whole matrices: 4 for every 16 rows). The step kernel then updates what is
+    right of the panel and factors the next one, each matrix's rows dealt to `step_ranks` blocks, the columns right of the next panel to
+    `chunks` clusters, with `slots` tiles of V in a block's shared memory."""
     kind: int
     column: int
     rows_per_lane: int
     ranks: int
-    gram_ranks: int
-    larfb_ranks: int
+    step_ranks: int
+    chunks: int
+    slots: int
 
 
 class Plan(NamedTuple):
-    """The route of one shape. `steps` is empty for torch.geqrf, and `reason` then says why."""
+    """The route of one shape: `first_ranks` blocks a matrix for the first panel's Gram kernel (0: none), then the steps. Without
+    steps it is torch.geqrf's, and `reason` says why."""
     backend: str
     steps: tuple[Step, ...]
+    first_ranks: int = 0
     reason: str = ""
+
+
+def step_shape(batch: int, rows: int, has_next: bool, info: DeviceInfo) -> tuple[int, int, int]:
+    """(ranks, chunks, slots) of the step kernel under a panel of `rows` rows: the cheapest by a count of cycles.
+
+    The clusters that make the next panel come first; the others share the remaining units of 64 columns."""
+    tiles = -(-rows // PANEL)
+    units = tiles - 1 - has_next
+    best = None
+    ranks = 1
+    while ranks <= min(info.max_cluster, tiles):
+        own_tiles = -(-tiles // ranks)
+        slots = min(STEP_SLOTS, own_tiles)
+        shared = max(STEP_SHARED, (slots + 1 + STEP_GROUPS) * PAIR + 1024)
+        blocks = 2 if 2 * (shared + 1024) <= info.shared_bytes + 1024 else 1
+        capacity = info.resident(ranks) * blocks
+        one_round = 2 * own_tiles * TILE + UNIT + (ranks > 1) * MEET
+        panel = has_next * (START + one_round + FACTORS + own_tiles * PANEL_TILE + (ranks > 1) * 2 * MEET)
+        for per_chunk in range(1, min(units, 64) + 1):
+            chunks = -(-units // per_chunk)
+            other = START + -(-per_chunk // STEP_GROUPS) * one_round
+            cycles = max(panel, other)
+            if batch * (chunks + has_next) > capacity:
+                cycles = max(cycles, (batch * (panel + chunks * other)) // capacity + other // 2)
+            if best is None or cycles < best[0]:
+                best = cycles, (ranks, chunks, slots)
+        ranks *= 2
+    return best[1]
 
 
 def plan(batch: int, n: int, info: DeviceInfo, backend: str) -> Plan:
@@ -85,36 +137,40 @@ def plan(batch: int, n: int, info: DeviceInfo, backend: str) -> Plan:
     many while that leaves no block without a multiprocessor; what no cluster holds stays in memory. A matrix of at most 192
     columns, or the last fewer than 128 of a larger one, is one launch."""
     if backend == "geqrf":
-        return Plan("geqrf", (), "torch.geqrf was asked for")
+        return Plan("geqrf", (), 0, "torch.geqrf was asked for")
     if n > 128 and info.shared_bytes < BLOCKED_SHARED:
-        return Plan("geqrf", (), f"n = {n} needs {BLOCKED_SHARED} bytes of shared memory a block, the device has {info.shared_bytes}")
-    steps, column = [], 0
-    while n - column > (WHOLE_LIMIT if not steps else 2 * PANEL - 1):
-        rows, ranks, gram_ranks = n - column, 1, 1
-        while 2 * gram_ranks <= min(info.max_cluster, 8) and 2 * gram_ranks * batch <= info.multiprocessors and rows > 128 * (2 * gram_ranks - 1):
-            gram_ranks *= 2
-        larfb_ranks = max(1, min(info.max_cluster, -(-rows // LARFB_ROWS)))
-        if 8 < larfb_ranks < 16:
-            larfb_ranks = 8
+        return Plan("geqrf", (), 0, f"n = {n} needs {BLOCKED_SHARED} bytes of shared memory a block, the device has {info.shared_bytes}")
+
+    def has_panel(column):
+        return n - column > (2 * PANEL - 1 if column else WHOLE_LIMIT)
+
+    steps, column, first_ranks = [], 0, 0
+    while has_panel(column):
+        rows, ranks = n - column, 1
+        step = step_shape(batch, rows, has_panel(column + PANEL), info)
         while rows > BLOCK_ROWS * ranks and ranks < info.max_cluster:
             ranks *= 2
         if rows > BLOCK_ROWS * ranks:
-            steps.append(Step(TALL, column, 0, ranks, gram_ranks, larfb_ranks))
+            steps.append(Step(TALL, column, 0, ranks, *step))
         elif ranks == 1:
-            steps.append(Step(SINGLE, column, 8 if rows <= 256 else 16, 1, gram_ranks, larfb_ranks))
+            steps.append(Step(SINGLE, column, 8 if rows <= 256 else 16, 1, *step))
         else:
             while 2 * ranks <= info.max_cluster and 2 * ranks * batch <= info.multiprocessors and rows > 64 * ranks:
                 ranks *= 2
             rows_per_lane = 2
             while 32 * rows_per_lane * ranks < rows:
                 rows_per_lane *= 2
-            steps.append(Step(CLUSTER, column, rows_per_lane, ranks, gram_ranks, larfb_ranks))
+            steps.append(Step(CLUSTER, column, rows_per_lane, ranks, *step))
         column += PANEL
-    steps.append(Step(WHOLE, column, -(-(n - column) // 32), 1, 0, 0))
-    blocks = batch * max(max(step.ranks, -(-(n - step.column) // PANEL) * step.larfb_ranks) for step in steps)
+    if steps:
+        first_ranks = 1
+        while 2 * first_ranks <= info.max_cluster and 2 * first_ranks * batch <= info.multiprocessors and n > 128 * (2 * first_ranks - 1):
+            first_ranks *= 2
+    steps.append(Step(WHOLE, column, 4 * -(-(n - column) // 16), 1, 0, 0, 0))
+    blocks = batch * max(first_ranks, *(max(step.ranks, step.step_ranks * (step.chunks + 1)) for step in steps))
     if blocks > MAX_BLOCKS:
-        return Plan("geqrf", (), f"batch = {batch} needs {blocks} blocks, one launch has at most {MAX_BLOCKS}")
-    return Plan(backend, tuple(steps))
+        return Plan("geqrf", (), 0, f"batch = {batch} needs {blocks} blocks, one launch has at most {MAX_BLOCKS}")
+    return Plan(backend, tuple(steps), first_ranks)
 
 
 # =====================================================================================================================
@@ -129,6 +185,7 @@ CUDA_SOURCE = r"""
 
 #include <cstdint>
 #include <cstdio>
+#include <type_traits>
 #include <utility>
 #if defined(KITTENS_HOPPER) || defined(KITTENS_BLACKWELL)
 #include "kittens.cuh"
@@ -191,6 +248,42 @@ __device__ __forceinline__ void barrier_wait(uint64_t* bar, int parity) {
     }
 }
 
+// The same across a cluster: arrival on the barrier at this place in another block, and a wait that sees what the arriving
+// threads (and those they met before) wrote to shared memory anywhere in the cluster.
+__device__ __forceinline__ void barrier_arrive_in(uint64_t* bar, uint32_t rank) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}"
+                 ::"r"(smem_address(bar)), "r"(rank) : "memory");
+#endif
+}
+__device__ __forceinline__ void barrier_wait_cluster(uint64_t* bar, int parity) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    uint32_t done = 0;
+    while (!done)
+        asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                     : "=r"(done) : "r"(smem_address(bar)), "r"(parity) : "memory");
+#endif
+}
+
+// One warp copies a (high, low) pair of tiles into shared memory; `full` (barrier_init with kPairArrivals) completes with it.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+constexpr int kPairArrivals = 1;
+#else
+constexpr int kPairArrivals = 32;
+#endif
+__device__ __forceinline__ void load_pair(uint8_t* to, const uint8_t* from, uint64_t* full) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    if (threadIdx.x % 32 == 0) {
+        asm volatile("{.reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;}" ::"r"(smem_address(full)), "r"(kPairBytes) : "memory");
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                     ::"r"(smem_address(to)), "l"(from), "r"(kPairBytes), "r"(smem_address(full)) : "memory");
+    }
+#else
+    for (int at = threadIdx.x % 32 * 16; at < kPairBytes; at += 512) copy_async_16(to + at, from + at);
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_address(full)) : "memory");
+#endif
+}
+
 // Ordinary stores to shared memory, before wgmma and tcgen05 (which read through the asynchronous proxy) may see them.
 __device__ __forceinline__ void fence_async_proxy() {
 #if __CUDA_ARCH__ >= 900
@@ -200,17 +293,11 @@ __device__ __forceinline__ void fence_async_proxy() {
 
 __device__ __forceinline__ void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }   // a warpgroup
 
-__device__ __forceinline__ void cluster_arrive() {
+__device__ __forceinline__ void cluster_sync() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void cluster_wait() {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_sync() { cluster_arrive(); cluster_wait(); }
 template <typename T> __device__ __forceinline__ T* in_rank(T* shared, uint32_t rank) {   // the same place in another block
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     uint64_t there;
@@ -308,7 +395,7 @@ struct PanelArgs {
     float* dst;            // batch x n x n: H
     float* tau;            // batch x n
     uint8_t* v_tiles;      // per matrix row_blocks x (high, low) tile images of V, unit diagonal and zeros above written out
-    float* t;              // per matrix 64 x 64, row-major: T, upper triangular, zeros written out
+    uint8_t* t;            // per matrix (high, low) tile images of T, upper triangular, zeros written out
     int* redo;             // per matrix: the Gram panel kernel declined; null: it was not asked
     int n, col, row_blocks;
 };
@@ -380,7 +467,7 @@ __device__ __forceinline__ void store_v_tiles(const float* stage, const PanelArg
 // Doubling: T = [T1, -T1 G12 T2; 0, T2], from 1 x 1 blocks (tau) to 64 x 64. Exact where tau = 0 (row and column vanish).
 // Whole block; G (strictly upper part), T and X: 64 x 65 floats in shared memory each (T and X take the stage's place). Ends with T in memory.
 constexpr int kTPitch = kPanelWidth + 1;
-__device__ __forceinline__ void larft(float* sG, float* sT, float* sX, const float* s_tau, float* t) {
+__device__ __forceinline__ void larft(float* sG, float* sT, float* sX, const float* s_tau, uint8_t* t) {
     for (int e = threadIdx.x; e < kPanelWidth * kPanelWidth; e += blockDim.x) {
         const int i = e / kPanelWidth, j = e % kPanelWidth;
         sT[i * kTPitch + j] = i == j ? s_tau[i] : 0.0f;
@@ -402,29 +489,196 @@ __device__ __forceinline__ void larft(float* sG, float* sT, float* sX, const flo
         }
         __syncthreads();
     }
-    for (int e = threadIdx.x; e < kPanelWidth * kPanelWidth; e += blockDim.x) t[e] = sT[e / kPanelWidth * kTPitch + e % kPanelWidth];
+    for (int e = threadIdx.x; e < kPanelWidth * kPanelWidth / 2; e += blockDim.x) {
+        const int i = e / (kPanelWidth / 2), j = e % (kPanelWidth / 2) * 2;
+        uint32_t high, low;
+        split_bf16(sT[i * kTPitch + j], sT[i * kTPitch + j + 1], high, low);
+        *reinterpret_cast<uint32_t*>(t + tile_offset(i, j)) = high;
+        *reinterpret_cast<uint32_t*>(t + kTileBytes + tile_offset(i, j)) = low;
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// geqr2: a panel, or a whole small matrix, in one block's registers
+// geqr2 of a whole small matrix, in one block's registers
 // ---------------------------------------------------------------------------------------------------------------------
-// Factors rows and columns col.. of every matrix: W = CW NW columns, at most 32 R rows. Whole matrices (kPanel false):
-// writes H and tau. Panels: V tiles and T too.
+// Factors rows and columns col.. of every matrix, at most 16 Q of them; writes H and tau.
+//
+// Decomposition: one block per matrix, a warp per 8 columns. Lane l has column l % 8 of the warp's and, of every 16 rows, the four
+// from 4 (l / 8): a product of two columns is 4 Q multiplications in a lane and two shuffles. Step k, in every warp up to the one that owns
+// column k: the owner writes the column's raw tail to slot k of shared memory (each column has its own, so nobody ever waits
+// for a reader); every warp takes the products of that tail with its columns; the owner makes the reflector of it; every warp applies it.
+// Finished columns stay raw in registers until they are stored. Whole groups of 16 rows above row k are left out.
+//
+// Columns are scaled by powers of two to entries near 1 on the way in (products of columns of 1e-30 and 1e30 stay in range) and R back
+// on the way out: neither V nor tau depends on it.
+template <int Q> struct Geqr2WholeShape {
+    static constexpr int kColumns = 16 * Q, kThreads = 64 * Q;
+    static constexpr int kHeads = kColumns * kColumns, kReflectors = kHeads + 4 * kColumns, kBarriers = kReflectors + 4 * kColumns;   // in floats, after the slots
+    static constexpr int kSmemBytes = 4 * kBarriers + 2 * 8 * kColumns;
+};
+
+template <int Q>
+__global__ void __launch_bounds__(64 * Q) geqr2_whole_kernel(const PanelArgs p) {
+    using Shape = Geqr2WholeShape<Q>;
+    constexpr int N = Shape::kColumns;
+    extern __shared__ __align__(16) float smem[];
+    float4* const heads = reinterpret_cast<float4*>(smem + Shape::kHeads);  // [k]: the four rows with row k, which holds 1 / scale
+    float4* const reflectors = reinterpret_cast<float4*>(smem + Shape::kReflectors);   // [k]: -tau, scale
+    uint64_t* const published = reinterpret_cast<uint64_t*>(smem + Shape::kBarriers);  // slot k is written: four arrivals
+    uint64_t* const finished = published + N;                               // head and reflector k are: one
+    const long matrix = blockIdx.x;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);         // uniform, and known to be
+    const int lane = threadIdx.x % 32, g = lane / 8, j = lane % 8, column = 8 * warp + j, m = p.n - p.col;
+    const float* const src = p.src + (matrix * p.n + p.col) * p.n + p.col + column;
+    float* const dst = p.dst + (matrix * p.n + p.col) * p.n + p.col + column;
+
+    for (int k = threadIdx.x; k < N; k += blockDim.x) { barrier_init(published + k, 4); barrier_init(finished + k, 1); }
+    float a[Q][4] = {}, largest = 0;
+    if (column < m)
+#pragma unroll
+        for (int q = 0; q < Q; ++q)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int row = 16 * q + 4 * g + e;
+                if (q < Q - 1 || row < m) a[q][e] = src[static_cast<long>(row) * p.n];
+                largest = fmaxf(largest, fabsf(a[q][e]));
+            }
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 8));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
+    float scale, unscale;
+    scale_for(largest, scale, unscale);
+#pragma unroll
+    for (int q = 0; q < Q; ++q)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[q][e] *= scale;
+    __syncthreads();
+
+    Reflector own = {0, 0, 0};                                              // of the lane's column, once made
+    const int steps = min(8 * warp + 8, m);
+    static_for<Q>([&](auto index) {
+        constexpr int Q0 = index;                                           // row k is among these 16 rows; below them everything is tail
+#pragma unroll 1
+        for (int k = 16 * Q0; k < min(16 * Q0 + 16, steps); ++k) {
+            const int c = k - 8 * warp, gk = k / 4 % 4;                     // column k is the warp's column c, if that is not negative
+            float* const slot = smem + k * N + 4 * g;
+            const float low = k & 1 ? a[Q0][1] : a[Q0][0], high = k & 1 ? a[Q0][3] : a[Q0][2];
+            float at_row = k & 2 ? high : low;                              // the lane's column in row k
+            at_row = __shfl_sync(0xffffffffu, at_row, 8 * gk + j);
+            if (c >= 0) {
+                if (j == c) {
+                    const int row = 16 * Q0 + 4 * g;
+                    *reinterpret_cast<float4*>(slot + 16 * Q0) = make_float4(row > k ? a[Q0][0] : 0.0f, row + 1 > k ? a[Q0][1] : 0.0f,
+                                                                             row + 2 > k ? a[Q0][2] : 0.0f, row + 3 > k ? a[Q0][3] : 0.0f);
+#pragma unroll
+                    for (int q = Q0 + 1; q < Q; ++q) *reinterpret_cast<float4*>(slot + 16 * q) = make_float4(a[q][0], a[q][1], a[q][2], a[q][3]);
+                    barrier_arrive(published + k);
+                }
+                __syncwarp();
+            } else {
+                barrier_wait(published + k, 0);
+            }
+            float s[4] = {};
+#pragma unroll
+            for (int q = Q0; q < Q; ++q) {
+                const float4 x = *reinterpret_cast<const float4*>(slot + 16 * q);
+                s[0] = fmaf(x.x, a[q][0], s[0]);
+                s[1] = fmaf(x.y, a[q][1], s[1]);
+                s[2] = fmaf(x.z, a[q][2], s[2]);
+                s[3] = fmaf(x.w, a[q][3], s[3]);
+            }
+            float product = (s[0] + s[1]) + (s[2] + s[3]);
+            product += __shfl_xor_sync(0xffffffffu, product, 8);
+            product += __shfl_xor_sync(0xffffffffu, product, 16);           // tail . column
+            float minus_tau, scale_k;
+            if (c >= 0) {
+                const float alpha = __shfl_sync(0xffffffffu, at_row, c);
+                float square = __shfl_sync(0xffffffffu, product, c);        // of the tail
+                Reflector h;
+                constexpr float kUp = 18446744073709551616.0f;              // 2^64
+                float unit = 1;
+                if (!(square > 1e-30f)) {                                   // underflow, or nothing there: look closer
+                    float t[1] = {};
+                    for (int row = 16 * Q0 + lane; row < N; row += 32) {
+                        const float x = smem[k * N + row] * kUp;
+                        t[0] = fmaf(x, x, t[0]);
+                    }
+                    warp_sum(t);
+                    if (t[0] == 0) unit = 0;                                // nothing below: LAPACK leaves the column alone
+                    else if (fabsf(alpha) < 1e-15f) { unit = kUp; square = t[0]; }
+                }
+                if (unit == 0) {
+                    h = {alpha, 0, 0};
+                } else {
+                    h = larfg(alpha * unit, square);
+                    h.beta *= unit == 1 ? 1.0f : 1 / kUp;
+                    h.scale *= unit;
+                }
+                if (j == c) {
+                    own = h;
+                    if (g == gk) {
+                        float4 head = *reinterpret_cast<const float4*>(slot + 16 * Q0);
+                        const float pivot = alpha - h.beta;
+                        if (k % 4 == 0) head.x = pivot;
+                        if (k % 4 == 1) head.y = pivot;
+                        if (k % 4 == 2) head.z = pivot;
+                        if (k % 4 == 3) head.w = pivot;
+                        heads[k] = head;
+                        reflectors[k] = make_float4(-h.tau, h.scale, 0, 0);
+                        barrier_arrive(finished + k);
+                    }
+                }
+                __syncwarp();
+                minus_tau = -h.tau;
+                scale_k = h.scale;
+            } else {
+                barrier_wait(finished + k, 0);
+                const float2 h = *reinterpret_cast<const float2*>(reflectors + k);
+                minus_tau = h.x;
+                scale_k = h.y;
+            }
+            if (minus_tau == 0) continue;
+            const float f = j > c ? minus_tau * fmaf(scale_k, product, at_row) * scale_k : 0.0f;
+#pragma unroll
+            for (int q = Q0; q < Q; ++q) {
+                const float4 y = q == Q0 && g == gk ? heads[k] : *reinterpret_cast<const float4*>(slot + 16 * q);
+                a[q][0] = fmaf(f, y.x, a[q][0]);
+                a[q][1] = fmaf(f, y.y, a[q][1]);
+                a[q][2] = fmaf(f, y.z, a[q][2]);
+                a[q][3] = fmaf(f, y.w, a[q][3]);
+            }
+        }
+    });
+    if (column >= m) return;
+#pragma unroll
+    for (int q = 0; q < Q; ++q)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int row = 16 * q + 4 * g + e;
+            const float x = (row == column ? own.beta : a[q][e]) * (row > column ? own.scale : unscale);
+            if (q < Q - 1 || row < m) dst[static_cast<long>(row) * p.n] = x;
+        }
+    if (g == 0) p.tau[matrix * p.n + p.col + column] = own.tau;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// geqr2 of a panel, column by column, in one block's registers
+// ---------------------------------------------------------------------------------------------------------------------
+// Factors 64 columns, col.., of every matrix that the Gram kernel declined, at most 32 R rows; writes H, tau, V tiles and T.
 //
 // Decomposition: one block per matrix, warp q owns columns CW q .. CW q + CW - 1 over all rows, lane l rows l, l + 32, ...
 // The warps form a chain: a warp applies every reflector of the warps before it, then makes its own CW reflectors without
 // leaving its registers, publishing each in a slot of shared memory of its own and arriving on that slot's barrier. Nobody
 // ever waits for a reader. Shared memory: 32 R x (W + 4) floats, rows on the way in and out, slots in between.
-template <int R, int CW, int NW, bool kPanel> struct Geqr2Shape {
+template <int R, int CW, int NW> struct Geqr2Shape {
     static constexpr int kColumns = CW * NW, kRows = 32 * R, kThreads = 32 * NW;
     static constexpr int kStageFloats = kRows * (kColumns + 4);
-    static constexpr int kSmemBytes = 4 * kStageFloats + 8 * kColumns + 4 * kColumns + (kPanel ? 4 * kPanelWidth * kTPitch : 0);
-    static_assert(32 % CW == 0 && kColumns <= kRows && (!kPanel || kColumns == kPanelWidth));
+    static constexpr int kSmemBytes = 4 * kStageFloats + 8 * kColumns + 4 * kColumns + 4 * kPanelWidth * kTPitch;
+    static_assert(32 % CW == 0 && kColumns <= kRows && kColumns == kPanelWidth);
 };
 
-template <int R, int CW, int NW, bool kPanel>
+template <int R, int CW, int NW>
 __global__ void __launch_bounds__(32 * NW, 1) geqr2_kernel(const PanelArgs p) {
-    using Shape = Geqr2Shape<R, CW, NW, kPanel>;
+    using Shape = Geqr2Shape<R, CW, NW>;
     constexpr int W = Shape::kColumns, M = Shape::kRows, kSegments = (W + 31) / 32;
     extern __shared__ __align__(16) float smem[];
     float* const stage = smem;                                              // M x (W + 4), or W slots of M
@@ -438,8 +692,7 @@ __global__ void __launch_bounds__(32 * NW, 1) geqr2_kernel(const PanelArgs p) {
 
     load_rows<W>(stage, p, matrix, 0, m);
     for (int j = threadIdx.x; j < W; j += blockDim.x) { barrier_init(published + j, 32); s_tau[j] = 0; }
-    if constexpr (kPanel)
-        for (int e = threadIdx.x; e < kPanelWidth * kTPitch; e += blockDim.x) sG[e] = 0;
+    for (int e = threadIdx.x; e < kPanelWidth * kTPitch; e += blockDim.x) sG[e] = 0;
     __syncthreads();
     float a[R][CW];
 #pragma unroll
@@ -556,44 +809,43 @@ __global__ void __launch_bounds__(32 * NW, 1) geqr2_kernel(const PanelArgs p) {
 #pragma unroll
         for (int j = 0; j < CW; ++j) a[r][j] = here[r] ? d[j] : a[r][j];
 
-    if constexpr (kPanel) {                                                 // G = V^T V, row by row, for T
-        static_for<CW - 1>([&](auto index) {
-            constexpr int c = index + 1;
-            const int k = first + c;
-            float sums[c];
+    // G = V^T V, row by row, for T
+    static_for<CW - 1>([&](auto index) {
+        constexpr int c = index + 1;
+        const int k = first + c;
+        float sums[c];
 #pragma unroll
-            for (int j = 0; j < c; ++j) {
-                sums[j] = 0;
+        for (int j = 0; j < c; ++j) {
+            sums[j] = 0;
 #pragma unroll
-                for (int r = 0; r < R; ++r) {
-                    const int i = 32 * r + lane;
-                    sums[j] = fmaf(i < k ? 0.0f : i == k ? 1.0f : a[r][c], a[r][j], sums[j]);
-                }
+            for (int r = 0; r < R; ++r) {
+                const int i = 32 * r + lane;
+                sums[j] = fmaf(i < k ? 0.0f : i == k ? 1.0f : a[r][c], a[r][j], sums[j]);
+            }
+        }
+        warp_sum(sums);
+        if (lane == 0 && k < w)
+#pragma unroll
+            for (int j = 0; j < c; ++j) sG[(first + j) * kTPitch + k] = sums[j];
+    });
+#pragma unroll
+    for (int segment = 0; segment < kSegments; ++segment)
+        for (int k = max(32 * segment, first + CW); k < min(32 * segment + 32, w); ++k) {
+            barrier_wait(published + k, 0);
+            float sums[CW];
+#pragma unroll
+            for (int j = 0; j < CW; ++j) sums[j] = 0;
+#pragma unroll
+            for (int r = segment; r < R; ++r) {
+                const float v = stage[k * M + 32 * r + lane];
+#pragma unroll
+                for (int j = 0; j < CW; ++j) sums[j] = fmaf(v, a[r][j], sums[j]);
             }
             warp_sum(sums);
-            if (lane == 0 && k < w)
+            if (lane == 0)
 #pragma unroll
-                for (int j = 0; j < c; ++j) sG[(first + j) * kTPitch + k] = sums[j];
-        });
-#pragma unroll
-        for (int segment = 0; segment < kSegments; ++segment)
-            for (int k = max(32 * segment, first + CW); k < min(32 * segment + 32, w); ++k) {
-                barrier_wait(published + k, 0);
-                float sums[CW];
-#pragma unroll
-                for (int j = 0; j < CW; ++j) sums[j] = 0;
-#pragma unroll
-                for (int r = segment; r < R; ++r) {
-                    const float v = stage[k * M + 32 * r + lane];
-#pragma unroll
-                    for (int j = 0; j < CW; ++j) sums[j] = fmaf(v, a[r][j], sums[j]);
-                }
-                warp_sum(sums);
-                if (lane == 0)
-#pragma unroll
-                    for (int j = 0; j < CW; ++j) sG[(first + j) * kTPitch + k] = sums[j];
-            }
-    }
+                for (int j = 0; j < CW; ++j) sG[(first + j) * kTPitch + k] = sums[j];
+        }
     __syncthreads();                                                        // everyone is done with the slots
 #pragma unroll
     for (int r = 0; r < R; ++r)
@@ -603,11 +855,9 @@ __global__ void __launch_bounds__(32 * NW, 1) geqr2_kernel(const PanelArgs p) {
     for (int j = threadIdx.x; j < w; j += blockDim.x) p.tau[matrix * p.n + p.col + j] = s_tau[j];
     __syncthreads();
     store_rows<W>(stage, p, matrix, 0, m);
-    if constexpr (kPanel) {
-        store_v_tiles(stage, p, matrix, 0, m);
-        __syncthreads();
-        larft(sG, stage, stage + kPanelWidth * kTPitch, s_tau, p.t + matrix * kPanelWidth * kPanelWidth);
-    }
+    store_v_tiles(stage, p, matrix, 0, m);
+    __syncthreads();
+    larft(sG, stage, stage + kPanelWidth * kTPitch, s_tau, p.t + matrix * kPairBytes);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -786,7 +1036,7 @@ __global__ void __launch_bounds__(512, 1) geqr2_cluster_kernel(const PanelArgs p
     store_rows<W>(stage, p, matrix, row0, rows);
     if (rows > 0) store_v_tiles(stage, p, matrix, row0, rows);
     __syncthreads();
-    if (rank == 0) larft(sG, stage, stage + W * kTPitch, s_tau, p.t + matrix * kPanelWidth * kPanelWidth);
+    if (rank == 0) larft(sG, stage, stage + W * kTPitch, s_tau, p.t + matrix * kPairBytes);
     cluster_sync();   // no mail to a block that is gone
 #endif
 }
@@ -834,7 +1084,7 @@ __global__ void __launch_bounds__(Geqr2TallShape::kThreads, 1) geqr2_tall_kernel
             dst[at] = src[at];
             dst[at + 1] = src[at + 1];
         }
-    // total = f summed over the rows (kSum) or its maximum; each lane brings its two columns' values, `row` goes along
+    // total = value summed over warps and ranks, or its maximum; each lane brings its two columns' values, `row` goes along
     auto meet = [&](float2 value, float2 row, bool maximum) {
         *reinterpret_cast<float2*>(partial + warp * W + c) = value;
         __syncthreads();
@@ -928,34 +1178,51 @@ __global__ void __launch_bounds__(Geqr2TallShape::kThreads, 1) geqr2_tall_kernel
         store_v_tiles(stage, p, matrix, i, min(64, row1 - i));
         __syncthreads();
     }
-    if (rank == 0) larft(sG, stage, stage + W * kTPitch, s_tau, p.t + matrix * W * W);
+    if (rank == 0) larft(sG, stage, stage + W * kTPitch, s_tau, p.t + matrix * kPairBytes);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Products of 64-column tiles in three instruction sets
 // ---------------------------------------------------------------------------------------------------------------------
-// Each backend multiplies a 128-row operand A by an operand B of 64 columns, K = 64, for 256 threads: warps 0-3 and 4-7
-// take (for mma and wgmma) rows 0-63 and 64-127 of the result. Operands are pairs of high and low tile images; a product is
-// high high + high low + low high in float32, dropping low low (2^-16 of each term). Interface:
-//   Result             float pairs: [n8 block][row half]; warp rows start at row_of_warp(), lane l has rows l / 4 (+ 8),
-//                      columns 8 block + 2 (l % 4), + 1
-//   reset()            says that the registers of the result are free until the next start
-//   start(a, b, clear) begins result (+)= op(A) op(B); finish<pending>() waits until at most `pending` of the started
-//                      products still run; read(result) fetches it after finish<0>
-// Forms: kAtB: A given as 64 x 128 (two tiles side by side), B as 64 x 64. kAB: A 128 x 64, B 64 x 64. kABt: B as its
-// transpose. A's two tiles follow each other; the low tiles follow kALow and kBLow bytes after the high ones.
-//   start_split(a, b, clear)  begins A^T B for each warpgroup's own 64 x 64 A and B (tiles side by side), into the result of
-//                      read_group
-//   start_exact<form>(a, b), finish_exact()  a warpgroup's own product of 64 x 64 operands, each high + mid + low (three tiles):
-//                      all products but mid low and low low, as good as float32. The warpgroups need not meet.
-//   read_group(result) rows 16 (warp % 4) of the warpgroup's own product
+// Operands are tile images in shared memory, or registers. A product of split operands is high high + high low + low high in
+// float32, dropping low low (2^-16 of each term). Result: float pairs [n8 block][row half], lane l has rows l / 4 (+ 8) of its
+// warp's 16 and columns 8 block + 2 (l % 4), + 1. Interface, all calls by whole warpgroups:
+//   start(a, b)          256 threads, A B with A of 128 rows (two tiles, one after the other; the low tiles follow kALow and kBLow
+//                      bytes after the high ones), B 64 x 64. finish() waits, read(result) fetches; the warp's rows start at row_of_warp()
+//   start_exact(a, b)    a warpgroup's own product of 64 x 64 operands, each high + mid + low (three tiles): all products but
+//                      mid low and low low, as good as float32
+//   start_registers(a, b, stage, clear)   a warpgroup's own product of an Operand A and a (high, low) pair B, added to the last one's
+//                      result unless clear; A stays as it is, and stage (a pair) unused otherwise, until finish_group
+//   finish_group(), read_group(result)   for these two; warp w has rows 16 (w % 4) ...
+//   close()              by the whole block, once, when it needs no product any more
+// Forms: kAtB: A given as its transpose. kABt: B as its transpose.
 enum class Form { kAtB, kAB, kABt };
 
 struct Fragment { float2 v[8][2]; };
 
+// A warpgroup's 64 x 64 operand A in two bf16 parts, [k16 step][register]: registers 0 and 2 hold row l / 4 of the warp's 16, 1 and 3
+// row l / 4 + 8; 0 and 1 hold k = 16 step + 2 (l % 4) and the next, 2 and 3 those plus 8.
+struct Operand { uint32_t high[4][4], low[4][4]; };
+__device__ __forceinline__ void split(Operand& a, const Fragment& f) {     // a result's columns become the next product's k
+#pragma unroll
+    for (int s = 0; s < 4; ++s)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) split_bf16(f.v[2 * s + r / 2][r % 2].x, f.v[2 * s + r / 2][r % 2].y, a.high[s][r], a.low[s][r]);
+}
+
+// one(clear, a part, b part) for each product of parts that start_exact counts, smallest first
+template <typename One> __device__ __forceinline__ void products_of_parts(const uint8_t* a, const uint8_t* b, One one) {
+    constexpr int kMid = kTileBytes, kLow = 2 * kTileBytes;
+    one(std::true_type{}, a + kLow, b);
+    one(std::false_type{}, a, b + kLow);
+    one(std::false_type{}, a + kMid, b + kMid);
+    one(std::false_type{}, a + kMid, b);
+    one(std::false_type{}, a, b + kMid);
+    one(std::false_type{}, a, b);
+}
+
 struct MmaSync {
     Fragment sum;
-    static constexpr int kTmemColumns = 0;
     static constexpr bool kAsync = false;
     __device__ __forceinline__ static int row_of_warp() { return threadIdx.x / 32 * 16; }
     __device__ MmaSync(uint64_t*, uint32_t*) {}
@@ -991,35 +1258,46 @@ struct MmaSync {
 #pragma unroll
         for (int i = 0; i < 16; ++i) sum.v[i / 2][i % 2] = make_float2(0, 0);
     }
-    template <Form kForm, int kALow, int kBLow>
-    __device__ __forceinline__ void start(const uint8_t* a, const uint8_t* b, bool clear) {
+    template <int kALow, int kBLow> __device__ __forceinline__ void start(const uint8_t* a, const uint8_t* b) {
         a += threadIdx.x / 128 * kTileBytes;
-        if (clear) reset();
-        one<kForm>(a + kALow, b);
-        one<kForm>(a, b + kBLow);
-        one<kForm>(a, b);
-    }
-    template <int kALow, int kBLow> __device__ __forceinline__ void start_split(const uint8_t* a, const uint8_t* b, bool clear) {
-        start<Form::kAtB, kALow, kBLow>(a, b + threadIdx.x / 128 * kTileBytes, clear);
+        reset();
+        one<Form::kAB>(a + kALow, b);
+        one<Form::kAB>(a, b + kBLow);
+        one<Form::kAB>(a, b);
     }
     template <Form kForm> __device__ __forceinline__ void start_exact(const uint8_t* a, const uint8_t* b) {
         reset();
-        one<kForm>(a + 2 * kTileBytes, b);
-        one<kForm>(a, b + 2 * kTileBytes);
-        one<kForm>(a + kTileBytes, b + kTileBytes);
-        one<kForm>(a + kTileBytes, b);
-        one<kForm>(a, b + kTileBytes);
-        one<kForm>(a, b);
+        products_of_parts(a, b, [&](auto, const uint8_t* a_part, const uint8_t* b_part) { one<kForm>(a_part, b_part); });
     }
-    template <int kPending> __device__ __forceinline__ void finish() {}
-    __device__ __forceinline__ void finish_exact() {}
+    template <Form kForm> __device__ __forceinline__ void start_registers(const Operand& a, const uint8_t* b, uint8_t*, bool clear) {
+        const int lane = threadIdx.x % 32, low3 = lane & 7, bit3 = lane >> 3 & 1, bit4 = lane >> 4;
+        if (clear) reset();
+#pragma unroll
+        for (int s = 0; s < 4; ++s)
+#pragma unroll
+            for (int n0 = 0; n0 < 64; n0 += 16) {
+                const int row = kForm == Form::kABt ? n0 + low3 + 8 * bit4 : 16 * s + low3 + 8 * bit3;
+                const int column = kForm == Form::kABt ? 16 * s + 8 * bit3 : n0 + 8 * bit4;
+                uint32_t high[4], low[4];
+                load(high, b, row, column, kForm != Form::kABt);
+                load(low, b + kTileBytes, row, column, kForm != Form::kABt);
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    multiply(sum.v[n0 / 8 + h], a.low[s], high[2 * h], high[2 * h + 1]);
+                    multiply(sum.v[n0 / 8 + h], a.high[s], low[2 * h], low[2 * h + 1]);
+                    multiply(sum.v[n0 / 8 + h], a.high[s], high[2 * h], high[2 * h + 1]);
+                }
+            }
+    }
+    __device__ __forceinline__ void finish() {}
+    __device__ __forceinline__ void finish_group() {}
     __device__ __forceinline__ void read(Fragment& f) { f = sum; }
     __device__ __forceinline__ void read_group(Fragment& f) { f = sum; }
     __device__ __forceinline__ void close() {}
 };
 
 #if defined(KITTENS_HOPPER) || defined(KITTENS_BLACKWELL)
-template <int kRows, int kColumns = 64> using Tile = kittens::st_bf<kRows, kColumns>;
+template <int kRows> using Tile = kittens::st_bf<kRows, 64>;
 template <typename T> __device__ __forceinline__ const T& tile_at(const uint8_t* p) { return *reinterpret_cast<const T*>(p); }
 #endif
 
@@ -1027,11 +1305,20 @@ template <typename T> __device__ __forceinline__ const T& tile_at(const uint8_t*
 struct Wgmma {
     using Sum = kittens::rt_fl<16, 64>;
     Sum sum;
-    static constexpr int kTmemColumns = 0;
     static constexpr bool kAsync = true;
     __device__ __forceinline__ static int row_of_warp() { return threadIdx.x / 32 * 16; }
     __device__ Wgmma(uint64_t*, uint32_t*) {}
     __device__ __forceinline__ void reset() { kittens::warp::zero(sum); }
+    // kittens' mma_fence also fences the asynchronous proxy, which waits for every load under way: the callers do that where
+    // they have written operands to shared memory.
+    __device__ __forceinline__ void hold() {                               // no move of the sum's registers past this point
+#pragma unroll
+        for (int i = 0; i < 16; ++i) asm volatile("" : "+f"(sum.tiles[0][i / 4].data[i % 4].x), "+f"(sum.tiles[0][i / 4].data[i % 4].y));
+    }
+    __device__ __forceinline__ void fence() {
+        hold();
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    }
     template <Form kForm, bool kClear> __device__ __forceinline__ void one(const uint8_t* a, const uint8_t* b) {
         using T = Tile<64>;
         using Group = kittens::warpgroup;
@@ -1040,33 +1327,48 @@ struct Wgmma {
         else if constexpr (kForm == Form::kAB) Group::template mma_AB<Sum, T, T, 0, !kClear>(sum, A, B);
         else Group::template mma_ABt<Sum, T, T, 0, !kClear>(sum, A, B);
     }
-    template <Form kForm, int kALow, int kBLow>
-    __device__ __forceinline__ void start(const uint8_t* a, const uint8_t* b, bool clear) {
+    template <int kALow, int kBLow> __device__ __forceinline__ void start(const uint8_t* a, const uint8_t* b) {
         a += threadIdx.x / 128 * kTileBytes;
-        kittens::warpgroup::mma_fence(sum);
-        if (clear) one<kForm, true>(a + kALow, b);
-        else one<kForm, false>(a + kALow, b);
-        one<kForm, false>(a, b + kBLow);
-        one<kForm, false>(a, b);
-    }
-    template <int kALow, int kBLow> __device__ __forceinline__ void start_split(const uint8_t* a, const uint8_t* b, bool clear) {
-        start<Form::kAtB, kALow, kBLow>(a, b + threadIdx.x / 128 * kTileBytes, clear);
+        reset();
+        fence();
+        one<Form::kAB, true>(a + kALow, b);
+        one<Form::kAB, false>(a, b + kBLow);
+        one<Form::kAB, false>(a, b);
     }
     template <Form kForm> __device__ __forceinline__ void start_exact(const uint8_t* a, const uint8_t* b) {
         reset();
-        kittens::warpgroup::mma_fence(sum);
-        one<kForm, true>(a + 2 * kTileBytes, b);
-        one<kForm, false>(a, b + 2 * kTileBytes);
-        one<kForm, false>(a + kTileBytes, b + kTileBytes);
-        one<kForm, false>(a + kTileBytes, b);
-        one<kForm, false>(a, b + kTileBytes);
-        one<kForm, false>(a, b);
+        fence();
+        products_of_parts(a, b, [&](auto clear, const uint8_t* a_part, const uint8_t* b_part) { one<kForm, clear.value>(a_part, b_part); });
     }
-    // Each start commits three groups (start_exact six, and only finish<0> follows it).
-    template <int kPending> __device__ __forceinline__ void finish() { kittens::warpgroup::mma_async_wait<3 * kPending>(); }
-    __device__ __forceinline__ void finish_exact() { finish<0>(); }
+    template <Form kForm> __device__ __forceinline__ void start_registers(const Operand& a, const uint8_t* b, uint8_t*, bool clear) {
+        using A = kittens::rt_bf<16, 64>;
+        using B = Tile<64>;
+        using Group = kittens::warpgroup;
+        A high, low;
+#pragma unroll
+        for (int s = 0; s < 4; ++s)
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                high.tiles[0][s].data[r] = reinterpret_cast<const __nv_bfloat162&>(a.high[s][r]);
+                low.tiles[0][s].data[r] = reinterpret_cast<const __nv_bfloat162&>(a.low[s][r]);
+            }
+        if (clear) reset();
+        fence();
+        const B &b_high = tile_at<B>(b), &b_low = tile_at<B>(b + kTileBytes);
+        if constexpr (kForm == Form::kAB) {
+            Group::template mma_AB<Sum, A, B, 0, 1>(sum, low, b_high);
+            Group::template mma_AB<Sum, A, B, 0, 1>(sum, high, b_low);
+            Group::template mma_AB<Sum, A, B, 0, 1>(sum, high, b_high);
+        } else {
+            Group::template mma_ABt<Sum, A, B, 0, 1>(sum, low, b_high);
+            Group::template mma_ABt<Sum, A, B, 0, 1>(sum, high, b_low);
+            Group::template mma_ABt<Sum, A, B, 0, 1>(sum, high, b_high);
+        }
+    }
+    __device__ __forceinline__ void finish() { kittens::warpgroup::mma_async_wait<0>(); }
+    __device__ __forceinline__ void finish_group() { finish(); }
     __device__ __forceinline__ void read(Fragment& f) {
-        kittens::warpgroup::mma_fence(sum);
+        hold();
 #pragma unroll
         for (int b = 0; b < 8; ++b)
 #pragma unroll
@@ -1078,86 +1380,80 @@ struct Wgmma {
 #endif
 
 #if defined(KITTENS_BLACKWELL)
-// The accumulator lives in 64 columns of tensor memory; thread 0 issues for the block. A commit per product arrives on one
-// of two barriers in turn, so that the previous product can be waited for while the next one runs.
+// The accumulators live in tensor memory: 64 columns for the block's products, and 64 rows by 64 columns for each warpgroup's own. The
+// first thread of the block or of the warpgroup issues; a commit arrives on the barrier that the others wait for.
 struct Tcgen05 {
     using Sum = kittens::tt<float, 128, 64>;
     using GroupSum = kittens::tt<float, 64, 64>;
     kittens::tensor_allocator<2, 1, false> memory;
     Sum sum;
-    GroupSum group_sum[2];                                                     // lanes 0-15 and 16-31 of every quarter
-    kittens::semaphore* done;                                               // [2]: the block's; [2 + g]: warpgroup g's
-    int exact = 0;                                                         // products of start_exact waited for
-    static constexpr int kTmemColumns = 64;
+    GroupSum group_sum;                                                     // lanes 0-15 or 16-31 of every quarter
+    kittens::semaphore* done;                                               // [0]: the block's products; [1 + g]: warpgroup g's
+    int products = 0, group_products = 0;                                   // waited for
     static constexpr bool kAsync = true;
-    int started = 0, waited = 0;
     __device__ __forceinline__ static int row_of_warp() { return 32 * (threadIdx.x / 32 % 4) + 16 * (threadIdx.x / 128); }
     __device__ Tcgen05(uint64_t* barriers, uint32_t* slot) : done(reinterpret_cast<kittens::semaphore*>(barriers)) {
         if (threadIdx.x == 0)
-            for (int i = 0; i < 4; ++i) kittens::init_semaphore(done[i], 0, 1);
+            for (int i = 0; i < 5; ++i) kittens::init_semaphore(done[i], 0, 1);
         if (threadIdx.x / 32 == 0) memory.provision(*slot);
         asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
         __syncthreads();
         asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
         memory.set_addr(*slot);
         sum = memory.template allocate<Sum>(0);
-        for (int g = 0; g < 2; ++g) group_sum[g] = memory.template allocate<GroupSum>(g, 64);
+        group_sum = memory.template allocate<GroupSum>(threadIdx.x / 128 % 2, 64 + threadIdx.x / 256 * 64);
     }
-    template <Form kForm, int kALow, int kBLow>
-    __device__ __forceinline__ void start(const uint8_t* a, const uint8_t* b, bool clear) {
+    template <int kALow, int kBLow> __device__ __forceinline__ void start(const uint8_t* a, const uint8_t* b) {
         if (threadIdx.x == 0) {
             asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
-            if (clear) one<kForm, true>(a + kALow, b);
-            else one<kForm, false>(a + kALow, b);
-            one<kForm, false>(a, b + kBLow);
-            one<kForm, false>(a, b);
-            kittens::tensor_commit<1>(done[started & 1]);
+            one<true>(a + kALow, b);
+            one<false>(a, b + kBLow);
+            one<false>(a, b);
+            kittens::tensor_commit<1>(done[0]);
         }
-        ++started;
     }
-    __device__ __forceinline__ void reset() {}
-    template <Form kForm, bool kClear> __device__ __forceinline__ void one_group(int g, const uint8_t* a, const uint8_t* b) {
-        GroupSum d(g ? group_sum[1].addr : group_sum[0].addr);
-        kittens::mma<kForm == Form::kAtB, kForm == Form::kABt, GroupSum, Tile<64>, Tile<64>, !kClear>(d, tile_at<Tile<64>>(a), tile_at<Tile<64>>(b));
-    }
-    template <int kALow, int kBLow> __device__ __forceinline__ void start_split(const uint8_t* a, const uint8_t* b, bool clear) {
-        if (threadIdx.x == 0) {
-            asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
-            for (int g = 0; g < 2; ++g, a += kTileBytes, b += kTileBytes) {
-                if (clear) one_group<Form::kAtB, true>(g, a + kALow, b);
-                else one_group<Form::kAtB, false>(g, a + kALow, b);
-                one_group<Form::kAtB, false>(g, a, b + kBLow);
-                one_group<Form::kAtB, false>(g, a, b);
-            }
-            kittens::tensor_commit<1>(done[started & 1]);
-        }
-        ++started;
+    template <Form kForm, bool kClear> __device__ __forceinline__ void one_group(const uint8_t* a, const uint8_t* b) {
+        kittens::mma<kForm == Form::kAtB, kForm == Form::kABt, GroupSum, Tile<64>, Tile<64>, !kClear>(group_sum, tile_at<Tile<64>>(a), tile_at<Tile<64>>(b));
     }
     template <Form kForm> __device__ __forceinline__ void start_exact(const uint8_t* a, const uint8_t* b) {
         if (threadIdx.x % 128 == 0) {
-            const int g = threadIdx.x / 128;
             asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
-            one_group<kForm, true>(g, a + 2 * kTileBytes, b);
-            one_group<kForm, false>(g, a, b + 2 * kTileBytes);
-            one_group<kForm, false>(g, a + kTileBytes, b + kTileBytes);
-            one_group<kForm, false>(g, a + kTileBytes, b);
-            one_group<kForm, false>(g, a, b + kTileBytes);
-            one_group<kForm, false>(g, a, b);
-            kittens::tensor_commit<1>(done[2 + g]);
+            products_of_parts(a, b, [&](auto clear, const uint8_t* a_part, const uint8_t* b_part) { one_group<kForm, clear.value>(a_part, b_part); });
+            kittens::tensor_commit<1>(done[1 + threadIdx.x / 128]);
         }
     }
-    __device__ __forceinline__ void finish_exact() {
-        kittens::wait(done[2 + threadIdx.x / 128], exact & 1);
-        ++exact;
+    template <Form kForm> __device__ __forceinline__ void start_registers(const Operand& a, const uint8_t* b, uint8_t* stage, bool clear) {
+        const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+#pragma unroll
+        for (int s = 0; s < 4; ++s)
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                uint8_t* const to = stage + tile_offset(row + r % 2 * 8, 16 * s + lane % 4 * 2 + r / 2 * 8);
+                *reinterpret_cast<uint32_t*>(to) = a.high[s][r];
+                *reinterpret_cast<uint32_t*>(to + kTileBytes) = a.low[s][r];
+            }
+        fence_async_proxy();
+        asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
+        group_sync(threadIdx.x / 128);
+        if (threadIdx.x % 128 == 0) {
+            asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
+            if (clear) one_group<kForm, true>(stage + kTileBytes, b);
+            else one_group<kForm, false>(stage + kTileBytes, b);
+            one_group<kForm, false>(stage, b + kTileBytes);
+            one_group<kForm, false>(stage, b);
+            kittens::tensor_commit<1>(done[1 + threadIdx.x / 128]);
+        }
     }
-    template <Form kForm, bool kClear> __device__ __forceinline__ void one(const uint8_t* a, const uint8_t* b) {
-        using A = std::conditional_t<kForm == Form::kAtB, Tile<64, 128>, Tile<128>>;
-        using B = Tile<64>;
-        constexpr int trans_a = kForm == Form::kAtB, trans_b = kForm == Form::kABt;
-        kittens::mma<trans_a, trans_b, Sum, A, B, !kClear>(sum, tile_at<A>(a), tile_at<B>(b));
+    __device__ __forceinline__ void finish_group() {
+        kittens::wait(done[1 + threadIdx.x / 128], group_products & 1);
+        ++group_products;
     }
-    template <int kPending> __device__ __forceinline__ void finish() {
-        for (; waited < started - kPending; ++waited) kittens::wait(done[waited & 1], waited >> 1 & 1);
+    template <bool kClear> __device__ __forceinline__ void one(const uint8_t* a, const uint8_t* b) {
+        kittens::mma<0, 0, Sum, Tile<128>, Tile<64>, !kClear>(sum, tile_at<Tile<128>>(a), tile_at<Tile<64>>(b));
+    }
+    __device__ __forceinline__ void finish() {
+        kittens::wait(done[0], products & 1);
+        ++products;
     }
     template <typename Load> __device__ __forceinline__ void fetch(Fragment& f, Load load) {
         asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
@@ -1174,7 +1470,7 @@ struct Tcgen05 {
         fetch(f, [&](auto& t) { kittens::group<8>::load_async(t, sum); });
     }
     __device__ __forceinline__ void read_group(Fragment& f) {
-        fetch(f, [&](auto& t) { kittens::warpgroup::load_async(t, GroupSum(threadIdx.x < 128 ? group_sum[0].addr : group_sum[1].addr)); });
+        fetch(f, [&](auto& t) { kittens::warpgroup::load_async(t, group_sum); });
     }
     __device__ __forceinline__ void close() {
         __syncthreads();
@@ -1196,36 +1492,30 @@ struct Tcgen05 {
 // kGrowthLimit, or where (next to) nothing lies below a diagonal entry (LAPACK wants tau = 0 there), or where G left the
 // safe range, the kernel leaves the panel as it is and sets redo for the column-by-column kernels. Exact for each matrix.
 //
-// Decomposition: a cluster of blocks per matrix (one block where a matrix has enough), 256 threads, rows dealt in slabs of
-// 128; every block runs the small recurrence for itself. Rows are read twice, once for G and once for V.
+// Decomposition: the blocks of a cluster, 256 threads each, rows dealt in slabs of 128; every block runs the small recurrence
+// for itself. Rows are read twice, once for G and once for V.
 constexpr float kGrowthLimit = 6.0f, kTailFloor = 1e-3f;
-constexpr int kGramThreads = 256, kPitch = 68, kGramMatrixBytes = 4 * 64 * kPitch;   // 64 x 64 float32 matrices, rows 16-byte aligned
+constexpr int kThreads = 256, kPitch = 68, kGramMatrixBytes = 4 * 64 * kPitch;   // 64 x 64 float32 matrices, rows 16-byte aligned
 struct GramShared {                                                         // byte offsets; six 64 x 64 matrices, then small things
     static constexpr int kMatrix = kGramMatrixBytes;
-    static constexpr int kU = 0, kZ = kMatrix;                              // U and (V_top^T R)^-1; before them tiles of P, after them of V
+    static constexpr int kU = 0, kZ = kMatrix;                              // U and (V_top^T R)^-1; before and after them tiles of P
     static constexpr int kM = 2 * kMatrix;                                  // G summed over the cluster; V_top^T R; U^-1 (high, low)
     static constexpr int kY = 3 * kMatrix;                                  // U^-1
     static constexpr int kR = 4 * kMatrix;                                  // G, then R
     static constexpr int kVt = 5 * kMatrix;                                 // P_top, then V_top^T
-    static constexpr int kRows = 6 * kMatrix;                               // 2 x (2 rows of G, 2 rows and columns of P_top)
-    static constexpr int kNorm = kRows + 4 * 12 * 64;                        // |p_i|, 1 / U_ii, 1 / R_ii
+    static constexpr int kSquares = 6 * kMatrix;                            // per warp: sums of squares of V's columns
+    static constexpr int kNorm = kSquares + 4 * 8 * 64;                     // |p_i|, 1 / U_ii, 1 / R_ii
     static constexpr int kMail = kNorm + 4 * 3 * 64;                        // per rank: sums of squares of V's columns
-    static constexpr int kBarriers = kMail + 4 * kMaxCluster * 64;
-    static constexpr int kBytes = kBarriers + 64;
+    static constexpr int kBytes = kMail + 4 * kMaxCluster * 64;
     static_assert(kMatrix % 1024 == 0, "swizzled tiles start on 1024 bytes");
     static_assert(2 * kTripleBytes <= 3 * kMatrix && 2 * kPairBytes <= 2 * kMatrix && kPairBytes <= kMatrix);
-    static_assert(2 * (kBytes + 1024) <= 228 * 1024, "two blocks per multiprocessor");
 };
 __device__ __forceinline__ float rcp_newton(float x) {
     float q;
     asm("rcp.approx.f32 %0, %1;" : "=f"(q) : "f"(x));
     return fmaf(q, fmaf(-x, q, 1.0f), q);
 }
-// The 64 steps on G and P_top, two at a time. 16 x 16 threads; thread (ty, tx) keeps entries (ty + 16 a, tx + 16 b) of both in
-// registers. The owners of rows k and l = k + 1 (and of those columns of P_top) publish them, one barrier, then everyone
-// works out the two steps' rows and columns for itself and applies its part of the rank-2 updates. The long chain is two
-// reciprocal square roots and two reciprocals. Leaves R, V_top^T and U, zeros and ones written out, 1 / U_kk and 1 / R_kk.
-// False: a guard failed.
+// One step of the recurrence: from the pivot of G and the diagonal entry of P_top, both as they are by then.
 struct GramStep { float minus_inv_beta, pivot, inv; };
 __device__ __forceinline__ GramStep gram_step(float square, float alpha, bool& good) {
     good = good && square > 1e-28f && square < 1e30f && fmaf(-alpha, alpha, square) > kTailFloor * square;
@@ -1238,137 +1528,138 @@ __device__ __forceinline__ GramStep gram_step(float square, float alpha, bool& g
     h.inv = rcp_newton(h.pivot);
     return h;
 }
-__device__ __forceinline__ void load4(float (&x)[4], const float* from) {
-    const float4 v = *reinterpret_cast<const float4*>(from);
-    x[0] = v.x; x[1] = v.y; x[2] = v.z; x[3] = v.w;
-}
-__device__ __forceinline__ void store4(float* to, const float (&x)[4]) { *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]); }
-
-__device__ __forceinline__ bool gram_factor(const float* gram, const float* sP, float* sRows, float* sR, float* sVt, float* sU, float* s_inv_u, float* s_inv_r) {
-    constexpr int T = 16, A = 4;
-    const int tx = threadIdx.x % T, ty = threadIdx.x / T;
-    // Published, twice: rows k, l of G, rows k, l of P_top, columns k, l of P_top; as [T][A], a thread's values adjacent.
-    constexpr int kG = 0, kRow = 128, kColumn = 256, kBuffer = 384;
-    float g[A][A], t[A][A];
+// R, V_top and U from G (upper triangle, in sR) and P_top (in sU), by blocks of 16 rows and columns:
+//   G11 = R11^T R11 (with signs), P11 - R11 = V11 U11      16 steps, in one warp's registers
+//   R12 = R11^-T G12, U12 = V11^-1 (P12 - R12), V21 = P21 U11^-1      a thread per column or row
+//   G22 -= R12^T R12, P22 -= V21 U12                                  a 4 x 4 tile per thread
+// In place: R takes G's upper triangle, U that of P_top; what is below stays behind. V_top^T goes to sVt, whose diagonal and
+// lower triangle are set already. Also 1 / U_kk and 1 / R_kk. False, in the first warp: a guard failed. Whole block; ends with a barrier.
+constexpr int kBlock = 16;
+__device__ __forceinline__ bool factor_diagonal(float* sR, float* sU, float* sVt, float* s_inv_u, float* s_inv_r, int d) {
+    int lane = threadIdx.x % 32;
+    asm volatile("" : "+r"(lane));                                          // or every index made from it is kept from block to block
+    const int j = lane % kBlock;                                            // lanes 0-15: a column of G11; 16-31: of P11
+    const bool is_p = lane >= kBlock;
+    float* const below = (is_p ? sU : sR) + d * (kPitch + 1) + j;           // down the column
+    const float* const right = sR + d * (kPitch + 1) + j * kPitch;          // and, for what is below G11's diagonal, along the row
+    float a[kBlock], own_inv = 0;
     bool good = true;
 #pragma unroll
-    for (int a = 0; a < A; ++a)
+    for (int i = 0; i < kBlock; ++i) a[i] = is_p || i <= j ? below[i * kPitch] : right[i];
 #pragma unroll
-        for (int b = 0; b < A; ++b) {
-            const int i = ty + T * a, j = tx + T * b;
-            g[a][b] = gram[min(i, j) * kPitch + max(i, j)];
-            t[a][b] = sP[i * kPitch + j];
+    for (int k = 0; k < kBlock; ++k) {
+        const float square = __shfl_sync(0xffffffffu, a[k], k), alpha = __shfl_sync(0xffffffffu, a[k], kBlock + k);
+        const GramStep h = gram_step(square, alpha, good);
+        const float r = __shfl_sync(0xffffffffu, -a[k] * h.minus_inv_beta, j);   // R_kj, also for the lanes of P11
+        const float u = a[k] - r;
+        const float x = !is_p ? r : j > k ? u * h.inv : 0.0f;
+#pragma unroll
+        for (int i = k + 1; i < kBlock; ++i)                                // R_ki, or column k of P11, which becomes V's
+            a[i] = fmaf(-__shfl_sync(0xffffffffu, is_p ? a[i] : r, is_p ? kBlock + k : i), x, a[i]);
+        a[k] = !is_p ? r : j == k ? h.pivot : j > k ? u : a[k];
+        own_inv = j == k ? h.inv : own_inv;
+        if (lane == 0) {
+            s_inv_r[d + k] = -h.minus_inv_beta;
+            s_inv_u[d + k] = h.inv;
         }
-    auto publish = [&](float* buffer, int at, const float (&g_row)[A], const float (&t_row)[A], const float (&t_column)[A]) {
-        if (ty / 2 * 2 == at) {
-            store4(buffer + kG + (ty & 1) * 64 + tx * A, g_row);
-            store4(buffer + kRow + (ty & 1) * 64 + tx * A, t_row);
-        }
-        if (tx / 2 * 2 == at) store4(buffer + kColumn + (tx & 1) * 64 + ty * A, t_column);
-    };
-    {
-        const float t_column[A] = {t[0][0], t[1][0], t[2][0], t[3][0]};
-        publish(sRows, 0, g[0], t[0], t_column);
     }
-    __syncthreads();
-    float* now = sRows;
-    float* next = sRows + kBuffer;
 #pragma unroll
-    for (int ka = 0; ka < A; ++ka) {                                        // k = 16 ka + kk: register indices stay constants
+    for (int i = 0; i < kBlock; ++i) {
+        if (i <= j) below[i * kPitch] = a[i];
+        else if (is_p) sVt[d * (kPitch + 1) + j * kPitch + i] = a[i] * own_inv;
+    }
+    return good;
+}
+__device__ __forceinline__ void load_row(float (&x)[kBlock], const float* from) {
+#pragma unroll
+    for (int i = 0; i < kBlock; i += 4) {
+        const float4 v = *reinterpret_cast<const float4*>(from + i);
+        x[i] = v.x; x[i + 1] = v.y; x[i + 2] = v.z; x[i + 3] = v.w;
+    }
+}
+// x L^T = x by substitution, where row k of `rows` holds column k of L (what is right of its diagonal); scaled by inv if L has no unit diagonal.
+template <bool kUnit> __device__ __forceinline__ void substitute(float (&x)[kBlock], const float* rows, const float* inv) {
+#pragma unroll
+    for (int k = 0; k < kBlock; ++k) {
+        float row[kBlock];
+        load_row(row, rows + k * kPitch);
+        if (!kUnit) x[k] *= inv[k];
+#pragma unroll
+        for (int i = k + 1; i < kBlock; ++i) x[i] = fmaf(-row[i], x[k], x[i]);
+    }
+}
+__device__ __forceinline__ bool gram_factor(float* sR, float* sU, float* sVt, float* s_inv_u, float* s_inv_r) {
+    const int tid = threadIdx.x, warp = __shfl_sync(0xffffffffu, tid / 32, 0);   // uniform, and known to be
+    bool good = true;
 #pragma unroll 1
-        for (int kk = 0; kk < T; kk += 2) {
-            const int k = kk * A + ka, l = k + A;                           // places of k and l in a published vector
-            const float gkl = now[kG + l], tkl = now[kRow + l], tlk = now[kColumn + l];
-            const GramStep hk = gram_step(now[kG + k], now[kRow + k], good);
-            const float rkl = -gkl * hk.minus_inv_beta, ukl = tkl - rkl, vlk = tlk * hk.inv;
-            const GramStep hl = gram_step(fmaf(-rkl, rkl, now[kG + 64 + l]), fmaf(-vlk, ukl, now[kRow + 64 + l]), good);
-            float rk_j[A], rl_j[A], uk_j[A], ul_j[A], rk_i[A], rl_i[A], vk_i[A], vl_i[A];
-            load4(rk_j, now + kG + tx * A);
-            load4(rl_j, now + kG + 64 + tx * A);
-            load4(uk_j, now + kRow + tx * A);
-            load4(ul_j, now + kRow + 64 + tx * A);
-            load4(rk_i, now + kG + ty * A);                                 // G is symmetric: its rows serve as columns
-            load4(rl_i, now + kG + 64 + ty * A);
-            load4(vk_i, now + kColumn + ty * A);
-            load4(vl_i, now + kColumn + 64 + ty * A);
+    for (int d = 0; d < 64; d += kBlock) {
+        if (warp == 0) good = factor_diagonal(sR, sU, sVt, s_inv_u, s_inv_r, d) && good;
+        __syncthreads();
+        const int first = d + kBlock, left = 64 - first, c = first + tid % 128;
+        if (left == 0) break;
+        if (c < 64) {
+            float x[kBlock];
+            if (tid < 128) {                                                // column c of R12, then of U12
+                float p[kBlock];
 #pragma unroll
-            for (int b = ka; b < A; ++b) {
-                rk_j[b] *= -hk.minus_inv_beta;
-                uk_j[b] -= rk_j[b];
-                rl_j[b] = fmaf(-rkl, rk_j[b], rl_j[b]) * -hl.minus_inv_beta;
-                ul_j[b] = fmaf(-vlk, uk_j[b], ul_j[b]) - rl_j[b];
-                rk_i[b] *= -hk.minus_inv_beta;
-                vk_i[b] *= hk.inv;
-                rl_i[b] = fmaf(-rkl, rk_i[b], rl_i[b]) * -hl.minus_inv_beta;
-                vl_i[b] = fmaf(-vk_i[b], ukl, vl_i[b]) * hl.inv;
+                for (int k = 0; k < kBlock; ++k) { x[k] = sR[(d + k) * kPitch + c]; p[k] = sU[(d + k) * kPitch + c]; }
+                substitute<false>(x, sR + d * kPitch + d, s_inv_r + d);
+#pragma unroll
+                for (int k = 0; k < kBlock; ++k) p[k] -= x[k];
+                substitute<true>(p, sVt + d * kPitch + d, nullptr);
+#pragma unroll
+                for (int k = 0; k < kBlock; ++k) { sR[(d + k) * kPitch + c] = x[k]; sU[(d + k) * kPitch + c] = p[k]; }
+            } else {                                                        // row c of V21
+                load_row(x, sU + c * kPitch + d);
+                substitute<false>(x, sU + d * kPitch + d, s_inv_u + d);
+#pragma unroll
+                for (int k = 0; k < kBlock; ++k) sVt[(d + k) * kPitch + c] = x[k];
             }
-#pragma unroll
-            for (int a = ka; a < A; ++a) {
-                const bool below = a > ka || ty > kk + 1;
-                const float rk = below ? rk_i[a] : 0.0f, rl = below ? rl_i[a] : 0.0f, vk = below ? vk_i[a] : 0.0f, vl = below ? vl_i[a] : 0.0f;
-#pragma unroll
-                for (int b = ka; b < A; ++b)
-                    if (b > ka || tx > kk + 1) {
-                        g[a][b] = fmaf(-rl, rl_j[b], fmaf(-rk, rk_j[b], g[a][b]));
-                        t[a][b] = fmaf(-vl, ul_j[b], fmaf(-vk, uk_j[b], t[a][b]));
-                    }
-            }
-            if (ty / 2 * 2 == kk) {                                         // rows k and l are finished
-                const bool odd = ty & 1;
-#pragma unroll
-                for (int b = ka; b < A; ++b)
-                    if (b > ka || tx >= ty) {
-                        g[ka][b] = odd ? rl_j[b] : rk_j[b];
-                        t[ka][b] = b == ka && tx == ty ? (odd ? hl.pivot : hk.pivot) : odd ? ul_j[b] : uk_j[b];
-                    }
-                if (tx == ty) {
-                    s_inv_u[T * ka + ty] = odd ? hl.inv : hk.inv;
-                    s_inv_r[T * ka + ty] = -(odd ? hl.minus_inv_beta : hk.minus_inv_beta);
-                }
-            }
-            if (tx / 2 * 2 == kk)                                           // and their columns of V_top
-#pragma unroll
-                for (int a = ka; a < A; ++a)
-                    if (a > ka || ty > tx) t[a][ka] = tx & 1 ? vl_i[a] : vk_i[a];
-            const bool wrap = kk + 2 == T;
-            if (!wrap || ka + 1 < A) {
-                const int up = ka + 1 < A ? ka + 1 : ka;
-                float g_row[A], t_row[A], t_column[A];
-#pragma unroll
-                for (int b = 0; b < A; ++b) {
-                    g_row[b] = wrap ? g[up][b] : g[ka][b];
-                    t_row[b] = wrap ? t[up][b] : t[ka][b];
-                    t_column[b] = wrap ? t[b][up] : t[b][ka];
-                }
-                publish(next, wrap ? 0 : kk + 2, g_row, t_row, t_column);
-            }
-            float* const swap = now;
-            now = next;
-            next = swap;
-            __syncthreads();
         }
+        __syncthreads();
+        const int tiles = left / 4;                                         // tiles x tiles of P22, then G22's upper ones
+        int row = tid / tiles, column = tid % tiles;
+        const bool is_p = row < tiles;
+        if (!is_p) {
+            int e = tid - tiles * tiles;
+            for (row = 0; row < tiles && e >= tiles - row; ++row) e -= tiles - row;
+            column = row + e;
+        }
+        if (row < tiles) {
+            const float* const left_row = (is_p ? sVt : sR) + d * kPitch + first + 4 * row;
+            const float* const right_row = (is_p ? sU : sR) + d * kPitch + first + 4 * column;
+            float* const target = (is_p ? sU : sR) + (first + 4 * row) * kPitch + first + 4 * column;
+            float acc[4][4] = {};
+#pragma unroll 4
+            for (int k = 0; k < kBlock; ++k) {
+                const float4 l = *reinterpret_cast<const float4*>(left_row + k * kPitch), r = *reinterpret_cast<const float4*>(right_row + k * kPitch);
+                const float l_[4] = {l.x, l.y, l.z, l.w}, r_[4] = {r.x, r.y, r.z, r.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) acc[i][e] = fmaf(l_[i], r_[e], acc[i][e]);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float4* const at = reinterpret_cast<float4*>(target + i * kPitch);
+                const float4 old = *at;
+                *at = make_float4(old.x - acc[i][0], old.y - acc[i][1], old.z - acc[i][2], old.w - acc[i][3]);
+            }
+        }
+        __syncthreads();
     }
-#pragma unroll
-    for (int a = 0; a < A; ++a)
-#pragma unroll
-        for (int b = 0; b < A; ++b) {
-            const int i = ty + T * a, j = tx + T * b;
-            sR[i * kPitch + j] = j >= i ? g[a][b] : 0.0f;
-            sU[i * kPitch + j] = j >= i ? t[a][b] : 0.0f;
-            sVt[j * kPitch + i] = j < i ? t[a][b] : j == i ? 1.0f : 0.0f;
-        }
     return good;
 }
 
-// acc += A[i .. i + 1][k0 .. k1) B[k0 .. k1)[j .. j + 3]: row-major, pitches kPitch and kBPitch, k0 and k1 multiples of 4.
-template <int kBPitch> __device__ __forceinline__ void small_product(float (&acc)[2][4], const float* A, const float* B, int i, int j, int k0, int k1) {
+// acc += A[i .. i + 1][k0 .. k1) B[k0 .. k1)[j .. j + 3]: row-major, k0 and k1 multiples of 4.
+__device__ __forceinline__ void small_product(float (&acc)[2][4], const float* A, const float* B, int i, int j, int k0, int k1) {
 #pragma unroll 2
     for (int k = k0; k < k1; k += 4) {
         const float4 a0 = *reinterpret_cast<const float4*>(A + i * kPitch + k), a1 = *reinterpret_cast<const float4*>(A + (i + 1) * kPitch + k);
         const float a_[2][4] = {{a0.x, a0.y, a0.z, a0.w}, {a1.x, a1.y, a1.z, a1.w}};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            const float4 b = *reinterpret_cast<const float4*>(B + (k + e) * kBPitch + j);
+            const float4 b = *reinterpret_cast<const float4*>(B + (k + e) * kPitch + j);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 acc[r][0] = fmaf(a_[r][e], b.x, acc[r][0]);
@@ -1411,8 +1702,8 @@ __device__ __forceinline__ void invert_upper(const float* U, const float* inv, f
                 const float* const u = U + which * u1;
                 float* const y = Y + which * y1;
                 float acc[2][4] = {};
-                if (side == 0) small_product<kPitch>(acc, u + b * kPitch + b + s, y + (b + s) * kPitch + b + s, i, j, 0, j + 4);
-                else small_product<kPitch>(acc, y + b * kPitch + b, y + (b + s) * kPitch + b, i, j, i / 4 * 4, s);
+                if (side == 0) small_product(acc, u + b * kPitch + b + s, y + (b + s) * kPitch + b + s, i, j, 0, j + 4);
+                else small_product(acc, y + b * kPitch + b, y + (b + s) * kPitch + b, i, j, i / 4 * 4, s);
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     float* const to = y + (side ? (b + i + r) * kPitch + b + s + j : (b + s + i + r) * kPitch + b + j);
@@ -1442,10 +1733,9 @@ __device__ __forceinline__ void store_triple(float4 (&x)[4], uint8_t* triple) {
                 = make_uint2(take_bf16(x[e].x, x[e].y), take_bf16(x[e].z, x[e].w));
 }
 
-template <class Product, bool kAligned>
-__global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const PanelArgs p) {
+template <bool kAligned, class Product>
+__device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product, uint8_t* shared, long matrix, uint32_t rank, uint32_t ranks) {
     using S = GramShared;
-    extern __shared__ __align__(1024) uint8_t shared[];
     const auto matrix_at = [&](int offset) { return reinterpret_cast<float*>(shared + offset); };
     float* const sU = matrix_at(S::kU);
     float* const sY = matrix_at(S::kY);
@@ -1457,14 +1747,6 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
     float* const s_inv_u = s_norm + 64;
     float* const s_inv_r = s_norm + 128;
     float* const mail = reinterpret_cast<float*>(shared + S::kMail);
-    uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + S::kBarriers);
-    Product product(barriers, reinterpret_cast<uint32_t*>(barriers + 4));
-    uint32_t rank = 0, ranks = 1;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
-#endif
-    const long matrix = blockIdx.x / ranks;
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, group = tid / 128, in_group = tid % 128;
     const int m = p.n - p.col, slabs = (m + 127) / 128, slab0 = slabs * rank / ranks, slab1 = slabs * (rank + 1) / ranks;
     const float* const src = p.src + (matrix * p.n + p.col) * p.n + p.col;
@@ -1474,16 +1756,16 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
     const int c4 = in_group % 16 * 4, c_row = in_group / 16;
     float4 x[8];
     auto fetch = [&](int slab) {
+        const int row = 128 * slab + 64 * group + c_row;
+        const float* at = src + (static_cast<long>(row) * p.n + c4);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int row = 128 * slab + 64 * group + c_row + 8 * i;
-            const float* const at = src + (static_cast<long>(row) * p.n + c4);
+        for (int i = 0; i < 8; ++i, at += 8l * p.n) {
             x[i] = make_float4(0, 0, 0, 0);
-            if (row < m) x[i] = kAligned ? *reinterpret_cast<const float4*>(at) : make_float4(at[0], at[1], at[2], at[3]);
+            if (row + 8 * i < m) x[i] = kAligned ? *reinterpret_cast<const float4*>(at) : make_float4(at[0], at[1], at[2], at[3]);
         }
     };
     fetch(slab0);
-    for (int e = tid; e < 64 * 64; e += kGramThreads) copy_async_4(sVt + e / 64 * kPitch + e % 64, src + static_cast<long>(e / 64) * p.n + e % 64);
+    for (int e = tid; e < 64 * 64; e += kThreads) copy_async_4(sVt + e / 64 * kPitch + e % 64, src + static_cast<long>(e / 64) * p.n + e % 64);
     copy_async_commit();
 
     // G = P^T P. Each slab's products are summed on tensor cores, the slabs in float32 here.
@@ -1502,7 +1784,7 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
         group_sync(group);
         product.template start_exact<Form::kAtB>(tile, tile);
         if (Product::kAsync && slab + 1 < slab1) fetch(slab + 1);
-        product.finish_exact();
+        product.finish_group();
         product.read_group(f);
 #pragma unroll
         for (int b = 0; b < 8; ++b)
@@ -1530,7 +1812,7 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
     const float* gram = sR;
     if (ranks > 1) {                                                        // each rank adds up its share of rows and gives it to all
         cluster_sync();
-        for (int e = tid; e < 1024 / static_cast<int>(ranks); e += kGramThreads) {
+        for (int e = tid; e < 1024 / static_cast<int>(ranks); e += kThreads) {
             const int at = (rank * (64 / ranks) + e / 16) * kPitch + e % 16 * 4;
             float4 t = make_float4(0, 0, 0, 0);
 #pragma unroll 4
@@ -1544,9 +1826,17 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
         gram = sM;
     }
     if (tid < 64) s_norm[tid] = sqrtf(gram[tid * kPitch + tid]);
-
-    bool good = gram_factor(gram, sVt, reinterpret_cast<float*>(shared + S::kRows), sR, sVt, sU, s_inv_u, s_inv_r);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {                                           // P_top to U's place; the rest of V_top^T
+        const int i = tid / 16 + 16 * e, at = i * kPitch + tid % 16 * 4;
+        float4* const vt = reinterpret_cast<float4*>(sVt + at);
+        *reinterpret_cast<float4*>(sU + at) = *vt;
+        if (gram != sR) *reinterpret_cast<float4*>(sR + at) = *reinterpret_cast<const float4*>(gram + at);
+        const int to_diagonal = i - tid % 16 * 4;
+        *vt = make_float4(to_diagonal == 0 ? 1.0f : 0.0f, to_diagonal == 1 ? 1.0f : 0.0f, to_diagonal == 2 ? 1.0f : 0.0f, to_diagonal == 3 ? 1.0f : 0.0f);
+    }
     __syncthreads();
+    bool good = gram_factor(sR, sU, sVt, s_inv_u, s_inv_r);
     const bool makes_t = rank == 0;
     // Result of two upper triangles' product, in the first warpgroup's f; the operands' tiles may take the factors' place.
     auto multiply = [&](const float* A, const float* B, uint8_t* tiles) {
@@ -1560,7 +1850,7 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
         __syncthreads();
         if (group == 0) {
             product.template start_exact<Form::kAB>(tiles, tiles + kTripleBytes);
-            product.finish_exact();
+            product.finish_group();
             product.read_group(f);
         }
     };
@@ -1584,15 +1874,18 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
 #pragma unroll
                 for (int b = 0; b < 8; ++b) {
                     const int i = group_row + 8 * half, j = 8 * b + f_column;
-                    *reinterpret_cast<float2*>(p.t + (matrix * kPanelWidth + i) * kPanelWidth + j)
-                        = make_float2(j >= i ? -f.v[b][half].x : 0.0f, j + 1 >= i ? -f.v[b][half].y : 0.0f);
+                    uint32_t high, low;
+                    split_bf16(j >= i ? -f.v[b][half].x : 0.0f, j + 1 >= i ? -f.v[b][half].y : 0.0f, high, low);
+                    uint8_t* const to = p.t + matrix * kPairBytes + tile_offset(i, j);
+                    *reinterpret_cast<uint32_t*>(to) = high;
+                    *reinterpret_cast<uint32_t*>(to + kTileBytes) = low;
                 }
         __syncthreads();
     }
     // U^-1 split, and its growth. Its columns change places so that the result's fragments hold four neighbouring columns of
     // V: the product's column 8 b + 2 t + e is V's column 16 (b / 2) + 4 t + 2 (b % 2) + e.
 #pragma unroll 1
-    for (int e = tid; e < 1024; e += kGramThreads) {
+    for (int e = tid; e < 1024; e += kThreads) {
         const int i = e / 16, j = e % 16 * 4;
         const float4 y = *reinterpret_cast<const float4*>(sY + i * kPitch + j);
         const float y_[4] = {j >= i ? y.x : 0.0f, j + 1 >= i ? y.y : 0.0f, j + 2 >= i ? y.z : 0.0f, j + 3 >= i ? y.w : 0.0f};
@@ -1609,10 +1902,7 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
     }
     const bool redo = __syncthreads_or(!good);
     if (rank == 0 && tid == 0) p.redo[matrix] = redo;
-    if (redo) {
-        product.close();
-        return;
-    }
+    if (redo) return;
 
     // V = P U^-1, 128 rows at a time; the first 64 rows are R and V_top.
     uint8_t* const sA = shared;
@@ -1630,16 +1920,16 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
         }
         fence_async_proxy();
         __syncthreads();
-        product.reset();
-        product.template start<Form::kAB, 2 * kTileBytes, kTileBytes>(sA, shared + S::kM, true);
+        product.template start<2 * kTileBytes, kTileBytes>(sA, shared + S::kM);
         if (Product::kAsync && slab + 1 < slab1) fetch(slab + 1);
-        product.template finish<0>();
+        product.finish();
         product.read(f);
-        __syncthreads();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int local = my_row + 8 * half, row = 128 * slab + local;
+            const int row = 128 * slab + my_row + 8 * half;
             float* const to = dst + static_cast<long>(row) * p.n;
+            uint8_t* const tile = p.v_tiles + (matrix * p.row_blocks + row / 64) * kPairBytes;
+            const bool has_tile = row / 64 < p.row_blocks;
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
                 const int column = 16 * q + lane % 4 * 4;
@@ -1661,25 +1951,18 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
                 uint2 high, low;
                 split_bf16(v.x, v.y, high.x, low.x);
                 split_bf16(v.z, v.w, high.y, low.y);
-                const int at = local / 64 * kTileBytes + tile_offset(local % 64, column);
-                *reinterpret_cast<uint2*>(sA + at) = high;
-                *reinterpret_cast<uint2*>(sA + 2 * kTileBytes + at) = low;
+                if (has_tile) {                                             // four lanes fill a sector
+                    *reinterpret_cast<uint2*>(tile + tile_offset(row % 64, column)) = high;
+                    *reinterpret_cast<uint2*>(tile + kTileBytes + tile_offset(row % 64, column)) = low;
+                }
             }
-        }
-        __syncthreads();
-        for (int e = tid * 16; e < 4 * kTileBytes; e += kGramThreads * 16) {
-            const int part = e / (2 * kTileBytes), block = e / kTileBytes % 2, row_block = 2 * slab + block;
-            if (row_block < p.row_blocks)
-                *reinterpret_cast<uint4*>(p.v_tiles + (matrix * p.row_blocks + row_block) * kPairBytes + part * kTileBytes + e % kTileBytes)
-                    = *reinterpret_cast<const uint4*>(sA + e);
         }
         if (!Product::kAsync && slab + 1 < slab1) fetch(slab + 1);
         __syncthreads();
     }
 
     // tau = 2 / |v|^2: over a warp's rows, the warps, the ranks, in that order
-    float* const s_squares = reinterpret_cast<float*>(shared + S::kRows);   // 8 x 64: reaches into norms and reciprocals, done with
-    static_assert(S::kMail - S::kRows >= 4 * 8 * 64);
+    float* const s_squares = reinterpret_cast<float*>(shared + S::kSquares);
 #pragma unroll
     for (int q = 0; q < 4; ++q)
 #pragma unroll
@@ -1701,222 +1984,235 @@ __global__ void __launch_bounds__(kGramThreads, 2) gram_panel_kernel(const Panel
         for (uint32_t q = 0; q < ranks; ++q) total += mail[q * 64 + tid];
         p.tau[matrix * p.n + p.col + tid] = 2.0f / total;
     }
-    product.close();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // larfb: C -= V T^T (V^T C) on the trailing columns
 // ---------------------------------------------------------------------------------------------------------------------
-// One cluster per matrix and 64 columns of C, 256 threads a block, two blocks per multiprocessor. The rows are dealt to the
-// cluster's blocks, four tiles of 64 rows to each at a time, which stay in registers from their first reading to their
-// writing: up to 256 rows a block C is read once and written once. (More rows: all but the last four tiles are read again.)
-//   1. W^T = C^T V     C is split on its way into shared memory; every warpgroup multiplies its own tiles
-//   2. the partial W^T meet: each block adds up its share of the rows of W^T in a fixed order, multiplies it by T in float32,
-//      splits it and gives it to all: Y^T = W^T T
-//   3. C -= V Y        from the registers, into H
-// The first panel reads C from A and writes H; later ones read and write H.
+// A unit is 64 columns of C, all rows, and belongs to a warpgroup, which works on it alone; the two warpgroups of a block
+// share V and T in shared memory. The roles of rows and columns are swapped, so that C passes from memory through registers
+// into the products' left operand and back, and never through shared memory:
+//   1. W^T = C^T V     tile after tile of 64 rows, C split in registers
+//   2. Y^T = W^T T     W^T becomes the left operand where it lies
+//   3. C^T -= Y^T V^T  tiles in reverse order: the last ones are still in L2. Each thread meets the entries of C it had in 1.
+// A thread's columns: two neighbours, 16 w + 2 (l / 4) of its warp w and lane l, as the products' rows l / 4 and l / 4 + 8. Its rows of a tile:
+// 16 s + 2 (l % 4) + 0, 1, 8, 9.
+// Rows are dealt to a cluster's blocks, whose partial W^T meet in shared memory (each block adds up its share in rank
+// order and gives it to all). A block keeps up to 4 tiles of V; with more rows than that the slots are refilled on the way.
+// Shared memory: V (slots pairs), T (a pair), per warpgroup 16 KiB for the meeting, barriers.
 struct LarfbArgs {
     const float* src;
     float* dst;
     const uint8_t* v_tiles;
-    const float* t;
-    int n, col, row_blocks, column_blocks;
+    const uint8_t* t;
+    int n, col, row_blocks, slots;
 };
-constexpr int kLarfbColumns = 64, kLarfbThreads = 256, kLarfbTiles = 4;
-struct LarfbShared {                                                        // byte offsets
-    static constexpr int kV = 0;                                            // 4 high tiles, 4 low tiles
-    static constexpr int kC = kLarfbTiles * kPairBytes;                     // C of two tiles: high 2, low 2. Then:
-    static constexpr int kW = kC;                                           // the block's W^T, 64 x 68 float32; Y^T (high, low)
-    static constexpr int kShare = kC + kGramMatrixBytes;                    // its share of the cluster's W^T, up to 32 rows
-    static constexpr int kT = kC + 2 * kPairBytes;                          // T, 64 x 64 float32
-    static constexpr int kBarriers = kT + 4 * kPanelWidth * kPanelWidth;
-    static constexpr int kBytes = kBarriers + 64;
-    static_assert(kShare + 4 * 32 * kPitch <= kT);
-    static_assert(2 * (kBytes + 1024) <= 228 * 1024, "two blocks per multiprocessor");
+constexpr int kLarfbGroups = 2, kLarfbSlots = 4;                            // warpgroups of a block; at most: tiles of V in its shared memory
+constexpr int larfb_shared_bytes(int slots) { return (slots + 1 + kLarfbGroups) * kPairBytes + 8 * (2 * slots + 1 + 2 * kLarfbGroups); }
+
+// Units unit0 .. unit1 of one matrix, by the blocks of a cluster.
+template <bool kEven, class Product>
+__device__ __forceinline__ void larfb(const LarfbArgs& p, Product& product, uint8_t* shared, long matrix, int unit0, int unit1, uint32_t rank, uint32_t ranks) {
+    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, group = tid / 128, in_group = tid % 128;
+    uint8_t* const sT = shared + p.slots * kPairBytes;
+    uint8_t* const stage = sT + (1 + group) * kPairBytes;
+    uint64_t* const full = reinterpret_cast<uint64_t*>(sT + (1 + kLarfbGroups) * kPairBytes);    // slot s has been loaded
+    uint64_t* const released = full + p.slots;                              // slot s has been read by all warps
+    uint64_t* const t_full = released + p.slots;
+    uint64_t* const met = t_full + 1 + 2 * group;                           // one arrival from each rank
+    const int tile0 = static_cast<long>(p.row_blocks) * rank / ranks, tiles = static_cast<long>(p.row_blocks) * (rank + 1) / ranks - tile0;
+    const int row0 = p.col + 64 * tile0, rows = min(64 * tiles, p.n - row0);
+    const uint8_t* const v_tiles = p.v_tiles + (matrix * p.row_blocks + tile0) * kPairBytes;
+    const bool refills = (p.row_blocks + ranks - 1) / ranks > p.slots;       // on some rank: the cluster goes together
+
+    if (tid == 0) {
+        for (int s = 0; s < p.slots; ++s) { barrier_init(full + s, kPairArrivals); barrier_init(released + s, 4 * kLarfbGroups); }
+        barrier_init(t_full, kPairArrivals);
+        for (int i = 0; i < 2 * kLarfbGroups; ++i) barrier_init(t_full + 1 + i, ranks);
+        fence_async_proxy();
+    }
+    if (ranks > 1) cluster_sync();
+    else __syncthreads();
+    if (warp == 0) {
+        for (int t = 0; t < min(tiles, p.slots); ++t) load_pair(shared + t * kPairBytes, v_tiles + static_cast<long>(t) * kPairBytes, full + t);
+        load_pair(sT, p.t + matrix * kPairBytes, t_full);
+    }
+
+    int unit = unit0 + group;
+    int left = 0;                                                           // rows of C from the thread's first one to the end
+    bool pair = true;                                                       // the thread's second column is still C's
+    long origin = 0;                                                        // the thread's first entry in tile 0
+    auto place = [&](int u) {
+        const int column = p.col + kPanelWidth + 64 * u + warp % 4 * 16 + lane / 4 * 2;
+        origin = (matrix * p.n + row0 + lane % 4 * 2) * p.n + column;
+        left = u < unit1 && column < p.n ? rows - lane % 4 * 2 : 0;
+        if (!kEven) pair = column + 1 < p.n;
+    };
+    float2 c[4][4];                                                         // [s][row 0, 1, 8, 9]
+    const long n = p.n;
+    const auto row_after = [](int j) { return j % 2 + j / 2 * 8; };
+    // Rows of one s from `at`, of which `more` are C's.
+    auto fetch = [&](const float* at, int more, float2 (&x)[4]) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            x[j] = make_float2(0, 0);
+            if (row_after(j) < more) {
+                if (kEven) x[j] = *reinterpret_cast<const float2*>(at + row_after(j) * n);
+                else { x[j].x = at[row_after(j) * n]; if (pair) x[j].y = at[row_after(j) * n + 1]; }
+            }
+        }
+    };
+    auto fetch_tile = [&](int t) {
+        const float* at = p.src + origin + 64 * t * n;
+#pragma unroll
+        for (int s = 0; s < 4; ++s, at += 16 * n) fetch(at, left - 64 * t - 16 * s, c[s]);
+    };
+    uint32_t full_parity = 0, released_parity = 0;
+    auto wait_for = [&](int slot) {
+        barrier_wait(full + slot, full_parity >> slot & 1);
+        full_parity ^= 1u << slot;
+    };
+    // The warp has read a slot. The loading warp waits for all others there, then refills it.
+    auto release = [&](int slot, int next) {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(released + slot);
+        if (warp == 0) {
+            barrier_wait(released + slot, released_parity >> slot & 1);
+            released_parity ^= 1u << slot;
+            load_pair(shared + slot * kPairBytes, v_tiles + static_cast<long>(next) * kPairBytes, full + slot);
+        }
+    };
+    int met_parity = 0;
+    // f, summed over the ranks in their order
+    auto meet = [&](Fragment& f) {
+        float4* const sum = reinterpret_cast<float4*>(stage);
+#pragma unroll
+        for (int b = 0; b < 8; ++b) sum[128 * b + in_group] = make_float4(f.v[b][0].x, f.v[b][0].y, f.v[b][1].x, f.v[b][1].y);
+        group_sync(group);
+        if (in_group < ranks) barrier_arrive_in(met, in_group);
+        barrier_wait_cluster(met, met_parity);
+        for (int e = 1024 * rank / ranks + in_group; e < 1024 * (rank + 1) / ranks; e += 128) {
+            float4 total = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+            for (uint32_t q = 0; q < ranks; ++q) {
+                const float4 x = in_rank(sum, q)[e];
+                total = make_float4(total.x + x.x, total.y + x.y, total.z + x.z, total.w + x.w);
+            }
+            for (uint32_t q = 0; q < ranks; ++q) in_rank(sum, q)[e] = total;
+        }
+        group_sync(group);
+        if (in_group < ranks) barrier_arrive_in(met + 1, in_group);
+        barrier_wait_cluster(met + 1, met_parity);
+        met_parity ^= 1;
+#pragma unroll
+        for (int b = 0; b < 8; ++b) {
+            const float4 x = sum[128 * b + in_group];
+            f.v[b][0] = make_float2(x.x, x.y);
+            f.v[b][1] = make_float2(x.z, x.w);
+        }
+        group_sync(group);
+    };
+
+    place(unit);
+    fetch_tile(0);
+    Operand a;
+    Fragment f;
+#pragma unroll 1
+    for (bool first = true; unit - group < unit1; unit += kLarfbGroups, first = false) {
+        if (unit >= unit1 && !refills) break;                               // with refills every warp takes part to the end
+        // 1. W^T = C^T V
+#pragma unroll 1
+        for (int t = 0, slot = 0; t < tiles; ++t, slot = slot + 1 < p.slots ? slot + 1 : 0) {
+            const float* ahead = p.src + origin + 64 * (t + 1) * n;
+#pragma unroll
+            for (int s = 0; s < 4; ++s, ahead += 16 * n) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    split_bf16(c[s][2 * h].x, c[s][2 * h + 1].x, a.high[s][2 * h], a.low[s][2 * h]);
+                    split_bf16(c[s][2 * h].y, c[s][2 * h + 1].y, a.high[s][2 * h + 1], a.low[s][2 * h + 1]);
+                }
+                if (t + 1 < tiles) fetch(ahead, left - 64 * (t + 1) - 16 * s, c[s]);   // the last tile's C stays for step 3
+            }
+            if (first || t >= p.slots) wait_for(slot);
+            product.template start_registers<Form::kAB>(a, shared + slot * kPairBytes, stage, t == 0);
+            product.finish_group();
+            if (t + p.slots < tiles) release(slot, t + p.slots);
+        }
+        product.read_group(f);
+        if (ranks > 1) meet(f);
+        // 2. Y^T = W^T T
+        split(a, f);
+        if (first) barrier_wait(t_full, 0);
+        product.template start_registers<Form::kAB>(a, sT, stage, true);
+        product.finish_group();
+        product.read_group(f);
+        split(a, f);
+        // 3. C^T -= Y^T V^T
+#pragma unroll 1
+        for (int t = tiles - 1, slot = t % p.slots; t >= 0; --t, slot = slot ? slot - 1 : p.slots - 1) {
+            if (t < tiles - p.slots) wait_for(slot);
+            product.template start_registers<Form::kABt>(a, shared + slot * kPairBytes, stage, true);
+            product.finish_group();
+            product.read_group(f);
+            if (t >= p.slots) release(slot, t - p.slots);
+            float* to = p.dst + origin + 64 * t * n;
+#pragma unroll
+            for (int s = 0; s < 4; ++s, to += 16 * n)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float2 *const y = f.v[2 * s + j / 2], x = j % 2 ? make_float2(y[0].y, y[1].y) : make_float2(y[0].x, y[1].x);
+                    float* const at = to + row_after(j) * n;
+                    if (64 * t + 16 * s + row_after(j) < left) {
+                        if (kEven) *reinterpret_cast<float2*>(at) = make_float2(c[s][j].x - x.x, c[s][j].y - x.y);
+                        else { at[0] = c[s][j].x - x.x; if (pair) at[1] = c[s][j].y - x.y; }
+                    }
+                }
+            if (t) fetch_tile(t - 1);
+        }
+        place(unit + kLarfbGroups);
+        fetch_tile(0);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// A step: one panel's update, and the next panel beside it
+// ---------------------------------------------------------------------------------------------------------------------
+// The first `batch` clusters, if there is a next panel, update its columns (unit 0) and factor it at once, while the others update
+// the rest: the panel's chain hides behind the update. Both read V and T of the panel before and none writes what another
+// reads. Two blocks per multiprocessor.
+struct StepArgs {
+    LarfbArgs update;      // v_tiles null: the first panel, nothing to update
+    PanelArgs panel;       // redo null: no next panel, or not by its Gram matrix
+    int batch, units, chunks;      // chunks: clusters that share a matrix's other units
 };
+constexpr int step_shared_bytes(int slots) { return (GramShared::kBytes > larfb_shared_bytes(slots) ? GramShared::kBytes : larfb_shared_bytes(slots)) + 64; }
+static_assert(2 * (step_shared_bytes(kLarfbSlots) + 1024) <= 228 * 1024, "two blocks per multiprocessor");
 
 template <class Product, bool kAligned>
-__global__ void __launch_bounds__(kLarfbThreads, 2) larfb_kernel(const LarfbArgs p) {
-    using S = LarfbShared;
+__global__ void __launch_bounds__(kThreads, 2) step_kernel(const StepArgs p) {
     extern __shared__ __align__(1024) uint8_t shared[];
-    uint8_t* const sV = shared + S::kV;
-    uint8_t* const sC = shared + S::kC;
-    float* const sW = reinterpret_cast<float*>(shared + S::kW);
-    float* const s_share = reinterpret_cast<float*>(shared + S::kShare);
-    float* const sT = reinterpret_cast<float*>(shared + S::kT);
-    uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + S::kBarriers);
-    Product product(barriers, reinterpret_cast<uint32_t*>(barriers + 4));
-    int rank = 0, ranks = 1;
+    uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + step_shared_bytes(p.update.slots) - 64);
+    Product product(barriers, reinterpret_cast<uint32_t*>(barriers + 6));
+    uint32_t rank = 0, ranks = 1;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
 #endif
-    const long matrix = blockIdx.x / ranks / p.column_blocks;
-    const int block_column = p.col + kPanelWidth + blockIdx.x / ranks % p.column_blocks * kLarfbColumns;
-    const int m = p.n - p.col, columns = min(kLarfbColumns, p.n - block_column);
-    const int tile0 = p.row_blocks * rank / ranks, tile1 = p.row_blocks * (rank + 1) / ranks;
-    const int rounds = max(1, (tile1 - tile0 + kLarfbTiles - 1) / kLarfbTiles);
-    const float* const src = p.src + (matrix * p.n + p.col) * p.n + block_column;
-    float* const dst = p.dst + (matrix * p.n + p.col) * p.n + block_column;
-    const uint8_t* const v_tiles = p.v_tiles + matrix * p.row_blocks * kPairBytes;
-    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, group = tid / 128;
-    const int f_row = lane / 4, f_column = lane % 4 * 2, my_row = Product::row_of_warp() + f_row;
-
-    for (int e = tid; e < kPanelWidth * kPanelWidth / 4; e += kLarfbThreads)
-        copy_async_16(sT + 4 * e, p.t + matrix * kPanelWidth * kPanelWidth + 4 * e);
-    Fragment c[2];                                                          // tile pairs (0, 1) and (2, 3) of the round
-    // Rounds go up for W and down again for C, so that the last one's tiles need no second reading.
-#pragma unroll 1
-    for (int step = 0; step < 2 * rounds; ++step) {
-        const bool down = step >= rounds;
-        const int first = tile0 + kLarfbTiles * (down ? 2 * rounds - 1 - step : step);
-        const int row_end = min(64 * min(tile1, first + kLarfbTiles), m);
-        if (step != rounds) {
-            if (step) {                                                     // V's last readers
-                product.template finish<0>();
-                __syncthreads();
-            }
-            for (int e = tid * 16; e < kLarfbTiles * kPairBytes; e += kLarfbThreads * 16) {
-                const int tile = e / kPairBytes, part = e % kPairBytes / kTileBytes, at = e % kTileBytes;
-                uint8_t* const to = sV + (part * kLarfbTiles + tile) * kTileBytes + at;
-                if (first + tile < tile1) copy_async_16(to, v_tiles + static_cast<long>(first + tile) * kPairBytes + part * kTileBytes + at);
-                else *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
-            }
-            copy_async_commit();
-#pragma unroll
-            for (int pair = 0; pair < 2; ++pair)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int row = 64 * first + 128 * pair + my_row + 8 * half;
-                    const float* const at = src + static_cast<long>(row) * p.n + f_column;
-#pragma unroll
-                    for (int b = 0; b < 8; ++b) {
-                        float2 x = make_float2(0, 0);
-                        if (row < row_end && 8 * b + f_column < columns) {
-                            if (kAligned) x = *reinterpret_cast<const float2*>(at + 8 * b);
-                            else { x.x = at[8 * b]; if (8 * b + f_column + 1 < columns) x.y = at[8 * b + 1]; }
-                        }
-                        c[pair].v[b][half] = x;
-                    }
-                }
-        }
-        if (!down) {
-            // 1. W^T += C^T V, two tiles at a time
-#pragma unroll
-            for (int pair = 0; pair < 2; ++pair) {
-                product.template finish<0>();
-                if (step || pair) __syncthreads();                          // the last product has left sC
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-#pragma unroll
-                    for (int b = 0; b < 8; ++b) {
-                        uint32_t high, low;
-                        split_bf16(c[pair].v[b][half].x, c[pair].v[b][half].y, high, low);
-                        const int row = my_row + 8 * half, at = row / 64 * kTileBytes + tile_offset(row % 64, 8 * b + f_column);
-                        *reinterpret_cast<uint32_t*>(sC + at) = high;
-                        *reinterpret_cast<uint32_t*>(sC + 2 * kTileBytes + at) = low;
-                    }
-                if (pair == 0) copy_async_wait<0>();
-                fence_async_proxy();
-                __syncthreads();
-                product.template start_split<2 * kTileBytes, kLarfbTiles * kTileBytes>(sC, sV + 2 * pair * kTileBytes, step == 0 && pair == 0);
-            }
-            if (step + 1 < rounds) continue;
-            // 2. The warpgroups' and the ranks' partial sums, in order; Y^T = W^T T
-            product.template finish<0>();
-            Fragment f;
-            product.read_group(f);
-            __syncthreads();
-            for (int g = 0; g < 2; ++g) {
-                if (g == group)
-#pragma unroll
-                    for (int b = 0; b < 8; ++b)
-#pragma unroll
-                        for (int half = 0; half < 2; ++half) {
-                            float2* const to = reinterpret_cast<float2*>(sW + (warp % 4 * 16 + f_row + 8 * half) * kPitch + 8 * b + f_column);
-                            const float2 old = g ? *to : make_float2(0, 0);
-                            *to = make_float2(old.x + f.v[b][half].x, old.y + f.v[b][half].y);
-                        }
-                __syncthreads();
-            }
-            const int row0 = 32 * rank / ranks * 2, rows = 32 * (rank + 1) / ranks * 2 - row0;
-            const float* share = sW;
-            if (ranks > 1) {
-                cluster_sync();
-                for (int e = tid; e < rows * 16; e += kLarfbThreads) {
-                    const int at = (row0 + e / 16) * kPitch + e % 16 * 4;
-                    float4 total = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-                    for (int q = 0; q < ranks; ++q) {
-                        const float4 x = *reinterpret_cast<const float4*>(in_rank(sW, q) + at);
-                        total = make_float4(total.x + x.x, total.y + x.y, total.z + x.z, total.w + x.w);
-                    }
-                    *reinterpret_cast<float4*>(s_share + e / 16 * kPitch + e % 16 * 4) = total;
-                }
-                share = s_share;
-                cluster_arrive();                                           // my reading of the others' W is over
-                __syncthreads();
-            }
-            float y[2][2][4] = {};
-#pragma unroll
-            for (int t = 0; t < 2; ++t) {
-                const int e = tid + t * kLarfbThreads, i = e / 16 * 2, j = e % 16 * 4;
-                if (i < rows) small_product<kPanelWidth>(y[t], share, sT, i, j, 0, j + 4);
-            }
-            if (ranks > 1) cluster_wait();                                  // everybody's is: Y may take W's place
-            else __syncthreads();
-#pragma unroll
-            for (int t = 0; t < 2; ++t) {
-                const int e = tid + t * kLarfbThreads, i = e / 16 * 2, j = e % 16 * 4;
-                if (i < rows)
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        uint2 high, low;
-                        split_bf16(y[t][r][0], y[t][r][1], high.x, low.x);
-                        split_bf16(y[t][r][2], y[t][r][3], high.y, low.y);
-                        uint8_t* const at = shared + S::kW + tile_offset(row0 + i + r, j);
-                        for (int q = 0; q < ranks; ++q) {
-                            *reinterpret_cast<uint2*>(in_rank(at, q)) = high;
-                            *reinterpret_cast<uint2*>(in_rank(at, q) + kTileBytes) = low;
-                        }
-                    }
-            }
-            fence_async_proxy();
+    const bool has_panel = p.panel.redo;
+    const int cluster = blockIdx.x / ranks, other = has_panel ? cluster - p.batch : cluster;
+    const bool is_panel = other < 0;
+    const int first = has_panel ? 1 : 0, chunk = other % p.chunks;
+    const long matrix = is_panel ? cluster : other / p.chunks;
+    if (p.update.v_tiles) {
+        const int unit0 = is_panel ? 0 : first + static_cast<long>(p.units - first) * chunk / p.chunks;
+        const int unit1 = is_panel ? 1 : first + static_cast<long>(p.units - first) * (chunk + 1) / p.chunks;
+        larfb<kAligned>(p.update, product, shared, matrix, unit0, unit1, rank, ranks);
+        if (is_panel) {                                                     // its columns are updated, by all ranks
             if (ranks > 1) cluster_sync();
             else __syncthreads();
-            fence_async_proxy();                                            // what other blocks wrote here
-            continue;
-        }
-        // 3. C -= V Y
-        if (step != rounds) {
-            copy_async_wait<0>();
-            fence_async_proxy();
-            __syncthreads();
-        }
-#pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-            if (first + 2 * pair >= tile1) break;
-            product.reset();
-            product.template start<Form::kABt, kLarfbTiles * kTileBytes, kTileBytes>(sV + 2 * pair * kTileBytes, shared + S::kW, true);
-            product.template finish<0>();
-            Fragment f;
-            product.read(f);
-            if (Product::kTmemColumns) __syncthreads();                     // one accumulator, read before it is written again
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int row = 64 * first + 128 * pair + my_row + 8 * half;
-                float* const at = dst + static_cast<long>(row) * p.n + f_column;
-#pragma unroll
-                for (int b = 0; b < 8; ++b) {
-                    const float2 x = make_float2(c[pair].v[b][half].x - f.v[b][half].x, c[pair].v[b][half].y - f.v[b][half].y);
-                    if (row < row_end && 8 * b + f_column < columns) {
-                        if (kAligned) *reinterpret_cast<float2*>(at + 8 * b) = x;
-                        else { at[8 * b] = x.x; if (8 * b + f_column + 1 < columns) at[8 * b + 1] = x.y; }
-                    }
-                }
-            }
         }
     }
+    if (is_panel) gram_panel<kAligned>(p.panel, product, shared, matrix, rank, ranks);
     product.close();
 }
 
@@ -1925,6 +2221,7 @@ __global__ void __launch_bounds__(kLarfbThreads, 2) larfb_kernel(const LarfbArgs
 // ---------------------------------------------------------------------------------------------------------------------
 // Everything goes to the default queue, in order. Errors come back as a text that names the kernel; nothing is printed.
 enum Backend { kMma = 0, kWgmma = 1, kTcgen05 = 2 };
+constexpr int kStepInts = 7;
 enum StepKind { kWhole = 0, kPanel = 1, kClusterPanel = 2, kTallPanel = 3 };
 
 namespace {
@@ -1932,11 +2229,17 @@ thread_local char error_text[256];
 
 struct Launcher {
     const char* error = nullptr;
-    // First use of a kernel on a device raises its shared memory limit (once: a later, smaller request must not lower it).
+    int shared_limit = 0;
+    Launcher() {
+        int device = 0;
+        if (cudaGetDevice(&device) != cudaSuccess || cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess)
+            error = "qr_geqrf: no current CUDA device";
+    }
     template <typename... Args>
     void operator()(const char* name, void (*kernel)(Args...), long blocks, int threads, int smem_bytes, int ranks, Args... args) {
         if (error) return;
-        cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+        // Always the device's limit: one thread's small launch must not lower what another's large one needs.
+        cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit);
         if (status == cudaSuccess && ranks > 8) status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
         if (status == cudaSuccess) {
             cudaLaunchConfig_t config = {};
@@ -1962,70 +2265,75 @@ struct Launcher {
     }
 };
 
-template <int R, int CW, int NW, bool kIsPanel> void geqr2(Launcher& launch, const PanelArgs& p, int batch) {
-    using Shape = Geqr2Shape<R, CW, NW, kIsPanel>;
-    launch("geqr2_kernel", geqr2_kernel<R, CW, NW, kIsPanel>, batch, Shape::kThreads, Shape::kSmemBytes, 1, p);
+template <int Q> void geqr2_whole(Launcher& launch, const PanelArgs& p, int batch) {
+    using Shape = Geqr2WholeShape<Q>;
+    launch("geqr2_whole_kernel", geqr2_whole_kernel<Q>, batch, Shape::kThreads, Shape::kSmemBytes, 1, p);
+}
+template <int R, int CW, int NW> void geqr2(Launcher& launch, const PanelArgs& p, int batch) {
+    using Shape = Geqr2Shape<R, CW, NW>;
+    launch("geqr2_kernel", geqr2_kernel<R, CW, NW>, batch, Shape::kThreads, Shape::kSmemBytes, 1, p);
 }
 template <int R> void geqr2_cluster(Launcher& launch, const PanelArgs& p, int batch, int ranks) {
     using Shape = Geqr2ClusterShape<R>;
     launch("geqr2_cluster_kernel", geqr2_cluster_kernel<R>, static_cast<long>(batch) * ranks, Shape::kThreads, Shape::kSmemBytes, ranks, p);
 }
-template <class Product> void gram_panel(Launcher& launch, const PanelArgs& p, int batch, int ranks) {
-    launch("gram_panel_kernel", p.n % 4 ? gram_panel_kernel<Product, false> : gram_panel_kernel<Product, true>, static_cast<long>(batch) * ranks,
-           kGramThreads, GramShared::kBytes, ranks, p);
+template <class Product> void step(Launcher& launch, const StepArgs& p, int ranks) {
+    const long clusters = (p.panel.redo ? p.batch : 0) + (p.update.v_tiles ? static_cast<long>(p.batch) * p.chunks : 0);
+    launch("step_kernel", p.panel.n % 4 ? step_kernel<Product, false> : step_kernel<Product, true>, clusters * ranks, kThreads,
+           step_shared_bytes(p.update.slots), ranks, p);
 }
-void gram_panel(Launcher& launch, const PanelArgs& p, int batch, int ranks, int backend) {
+void step(Launcher& launch, const StepArgs& p, int ranks, int backend) {
 #if defined(KITTENS_HOPPER)
-    if (backend == kWgmma) return gram_panel<Wgmma>(launch, p, batch, ranks);
+    if (backend == kWgmma) return step<Wgmma>(launch, p, ranks);
 #endif
 #if defined(KITTENS_BLACKWELL)
-    if (backend == kTcgen05) return gram_panel<Tcgen05>(launch, p, batch, ranks);
+    if (backend == kTcgen05) return step<Tcgen05>(launch, p, ranks);
 #endif
-    gram_panel<MmaSync>(launch, p, batch, ranks);
-}
-template <class Product> void larfb(Launcher& launch, const LarfbArgs& p, int batch, int ranks) {
-    launch("larfb_kernel", p.n % 4 ? larfb_kernel<Product, false> : larfb_kernel<Product, true>, static_cast<long>(batch) * p.column_blocks * ranks,
-           kLarfbThreads, LarfbShared::kBytes, ranks, p);
-}
-void larfb(Launcher& launch, const LarfbArgs& p, int batch, int ranks, int backend) {
-#if defined(KITTENS_HOPPER)
-    if (backend == kWgmma) return larfb<Wgmma>(launch, p, batch, ranks);
-#endif
-#if defined(KITTENS_BLACKWELL)
-    if (backend == kTcgen05) return larfb<Tcgen05>(launch, p, batch, ranks);
-#endif
-    larfb<MmaSync>(launch, p, batch, ranks);
+    step<MmaSync>(launch, p, ranks);
 }
 }  // namespace
 
-// Factors A (batch x n x n, row-major) into H and tau. steps: count x (kind, first column, R, ranks,
-// ranks of the Gram kernel or 0, ranks of the update), in order of columns.
+// Factors A (batch x n x n, row-major) into H and tau. steps: count x (kind, first column, R, ranks of the column-by-column
+// kernel; of the panel's update and the next panel: ranks, chunks, slots), in order of columns; first_ranks: of the first panel alone, or 0.
 // work: qr_work_bytes(batch, n) bytes, 128-byte aligned; unused when the only step is kWhole. Returns null or an error text.
-extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work, int batch, int n, const int* steps, int count, int backend) {
+extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work, int batch, int n, const int* steps, int count, int first_ranks, int backend) {
     Launcher launch;
-    float* const t = static_cast<float*>(work);
-    uint8_t* const v_tiles = reinterpret_cast<uint8_t*>(t + static_cast<long>(batch) * kPanelWidth * kPanelWidth);
-    int* const redo = reinterpret_cast<int*>(v_tiles + static_cast<long>(batch) * ((n + 63) / 64) * kPairBytes);
-    for (int i = 0; i < count && !launch.error; ++i, steps += 6) {
-        const int kind = steps[0], col = steps[1], R = steps[2], ranks = steps[3], gram_ranks = steps[4], larfb_ranks = steps[5], m = n - col, row_blocks = (m + 63) / 64;
-        const PanelArgs p = {col ? H : A, H, tau, v_tiles, t, gram_ranks ? redo : nullptr, n, col, row_blocks};
-        if (gram_ranks) gram_panel(launch, p, batch, gram_ranks, backend);
+    // Panels take turns with two sets of V tiles and T: the next panel writes while the update reads.
+    const long v_bytes = static_cast<long>(batch) * ((n + 63) / 64) * kPairBytes, t_bytes = static_cast<long>(batch) * kPairBytes;
+    uint8_t* const base = static_cast<uint8_t*>(work);
+    int* const redo = reinterpret_cast<int*>(base + 2 * (v_bytes + t_bytes));
+    const auto panel_at = [&](int i) {
+        const int col = steps[i * kStepInts + 1];
+        uint8_t* const set = base + i % 2 * (v_bytes + t_bytes);
+        return PanelArgs{col ? H : A, H, tau, set + t_bytes, set, first_ranks ? redo : nullptr, n, col, (n - col + 63) / 64};
+    };
+    if (first_ranks) step(launch, {{A, H, nullptr, nullptr, n, 0, 0, 1}, panel_at(0), batch, 0, 1}, first_ranks, backend);
+    for (int i = 0; i < count && !launch.error; ++i) {
+        const int *const values = steps + i * kStepInts, kind = values[0], R = values[2], ranks = values[3];
+        PanelArgs p = panel_at(i);
         if (kind == kWhole) {
+            p.redo = nullptr;
             switch (R) {
-                case 1: geqr2<1, 4, 8, false>(launch, p, batch); break;
-                case 2: geqr2<2, 8, 8, false>(launch, p, batch); break;
-                case 3: geqr2<3, 8, 12, false>(launch, p, batch); break;
-                case 4: geqr2<4, 8, 16, false>(launch, p, batch); break;
-                case 5: geqr2<5, 8, 20, false>(launch, p, batch); break;
-                case 6: geqr2<6, 16, 12, false>(launch, p, batch); break;
+                case 4: geqr2_whole<1>(launch, p, batch); break;
+                case 8: geqr2_whole<2>(launch, p, batch); break;
+                case 12: geqr2_whole<3>(launch, p, batch); break;
+                case 16: geqr2_whole<4>(launch, p, batch); break;
+                case 20: geqr2_whole<5>(launch, p, batch); break;
+                case 24: geqr2_whole<6>(launch, p, batch); break;
+                case 28: geqr2_whole<7>(launch, p, batch); break;
+                case 32: geqr2_whole<8>(launch, p, batch); break;
+                case 36: geqr2_whole<9>(launch, p, batch); break;
+                case 40: geqr2_whole<10>(launch, p, batch); break;
+                case 44: geqr2_whole<11>(launch, p, batch); break;
+                case 48: geqr2_whole<12>(launch, p, batch); break;
                 default: return "qr_geqrf: no whole-matrix kernel for this number of rows";
             }
             continue;
         }
         if (kind == kPanel) {
             switch (R) {
-                case 8: geqr2<8, 8, 8, true>(launch, p, batch); break;
-                case 16: geqr2<16, 4, 16, true>(launch, p, batch); break;
+                case 8: geqr2<8, 8, 8>(launch, p, batch); break;
+                case 16: geqr2<16, 4, 16>(launch, p, batch); break;
                 default: return "qr_geqrf: no panel kernel for this number of rows";
             }
         } else if (kind == kTallPanel) {
@@ -2039,34 +2347,32 @@ extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work
                 default: return "qr_geqrf: no cluster kernel for this number of rows";
             }
         }
-        const int trailing = m - kPanelWidth;
-        if (trailing > 0)
-            larfb(launch, {p.src, H, v_tiles, t, n, col, row_blocks, (trailing + kLarfbColumns - 1) / kLarfbColumns}, batch, larfb_ranks, backend);
+        PanelArgs next = panel_at(i + 1);
+        if (values[kStepInts] == kWhole) next.redo = nullptr;
+        step(launch, {{p.src, H, p.v_tiles, p.t, n, p.col, p.row_blocks, values[6]}, next, batch, p.row_blocks - 1, values[5]}, values[4], backend);
     }
     return launch.error;
 }
-extern "C" long qr_work_bytes(int batch, int n) { return static_cast<long>(batch) * ((n + 63) / 64 + 1) * kPairBytes + batch * sizeof(int); }
+extern "C" long qr_work_bytes(int batch, int n) { return 2l * batch * ((n + 63) / 64 + 1) * kPairBytes + batch * static_cast<long>(sizeof(int)); }
 
-// The largest cluster of the tallest panel kernel that the current device can hold, 0 without clusters.
-extern "C" int qr_max_cluster() {
+// How many clusters of `ranks` blocks the current device holds at once, each block with a multiprocessor to itself; 0 if none.
+extern "C" int qr_resident_clusters(int ranks) {
     using Shape = Geqr2ClusterShape<16>;
-    for (int ranks = kMaxCluster; ranks > 1; ranks /= 2) {
-        cudaLaunchConfig_t config = {};
-        cudaLaunchAttribute attribute = {};
-        attribute.id = cudaLaunchAttributeClusterDimension;
-        attribute.val.clusterDim.x = ranks;
-        attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-        config.gridDim = dim3(ranks);
-        config.blockDim = dim3(Shape::kThreads);
-        config.dynamicSmemBytes = Shape::kSmemBytes;
-        config.attrs = &attribute;
-        config.numAttrs = 1;
-        int clusters = 0;
-        if (cudaFuncSetAttribute(geqr2_cluster_kernel<16>, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSmemBytes) == cudaSuccess
-            && cudaFuncSetAttribute(geqr2_cluster_kernel<16>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess
-            && cudaOccupancyMaxActiveClusters(&clusters, geqr2_cluster_kernel<16>, &config) == cudaSuccess && clusters > 0)
-            return ranks;
-    }
+    cudaLaunchConfig_t config = {};
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = ranks;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.gridDim = dim3(ranks);
+    config.blockDim = dim3(Shape::kThreads);
+    config.dynamicSmemBytes = Shape::kSmemBytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int clusters = 0;
+    if (cudaFuncSetAttribute(geqr2_cluster_kernel<16>, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSmemBytes) == cudaSuccess
+        && cudaFuncSetAttribute(geqr2_cluster_kernel<16>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess
+        && cudaOccupancyMaxActiveClusters(&clusters, geqr2_cluster_kernel<16>, &config) == cudaSuccess)
+        return clusters;
     cudaGetLastError();
     return 0;
 }
@@ -2082,29 +2388,30 @@ CPP_SOURCE = r"""
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/utils/pybind.h>
 
-extern "C" const char* qr_geqrf(const float*, float*, float*, void*, int, int, const int*, int, int);
+extern "C" const char* qr_geqrf(const float*, float*, float*, void*, int, int, const int*, int, int, int);
 extern "C" long qr_work_bytes(int, int);
-extern "C" int qr_max_cluster();
+extern "C" int qr_resident_clusters(int);
 
-// A: batch x n x n, float32, CUDA, contiguous; steps: the plan's, flattened. Returns H, tau. Work space: 256 bytes a row of
-// A and 16 KiB a matrix, from torch's allocator.
-std::tuple<at::Tensor, at::Tensor> geqrf(const at::Tensor& A, const std::vector<int>& steps, int backend) {
+// A: batch x n x n, float32, CUDA, contiguous; steps: the plan's, flattened to 32-bit integers. Returns H, tau. Work space: 512 bytes a row of
+// A and 32 KiB a matrix, from torch's allocator.
+std::tuple<at::Tensor, at::Tensor> geqrf(const at::Tensor& A, const pybind11::bytes& steps, int first_ranks, int backend) {
     const c10::DeviceGuard guard(A.device());
     const auto options = A.options().requires_grad(false);
-    const int batch = A.size(0), n = A.size(1), count = steps.size() / 6;
+    const int batch = A.size(0), n = A.size(1), count = PYBIND11_BYTES_SIZE(steps.ptr()) / (7 * sizeof(int));
     // The kernels load 16 bytes at a time; a view may start anywhere.
     const at::Tensor aligned = reinterpret_cast<uintptr_t>(A.const_data_ptr()) % 16 ? A.clone() : A;
     at::Tensor H = at::empty(A.sizes(), options), tau = at::empty({batch, n}, options), work;
     if (count > 1) work = at::empty({qr_work_bytes(batch, n)}, options.dtype(at::kByte));
     const char* error = qr_geqrf(aligned.const_data_ptr<float>(), H.mutable_data_ptr<float>(), tau.mutable_data_ptr<float>(),
-                                 count > 1 ? work.mutable_data_ptr() : nullptr, batch, n, steps.data(), count, backend);
+                                 count > 1 ? work.mutable_data_ptr() : nullptr, batch, n,
+                                 reinterpret_cast<const int*>(PYBIND11_BYTES_AS_STRING(steps.ptr())), count, first_ranks, backend);
     TORCH_CHECK(!error, error);
     return {H, tau};
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("geqrf", &geqrf);
-    module.def("max_cluster", &qr_max_cluster);
+    module.def("resident_clusters", &qr_resident_clusters);
 }
 """
 
@@ -2113,6 +2420,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 # =====================================================================================================================
 THUNDERKITTENS_URL = "https://github.com/HazyResearch/ThunderKittens"
 THUNDERKITTENS_COMMIT = "0b55588d2769dde0c7a9a606ffc015b0ca7a9551"
+APART = ("tcgen05",)   # backends whose fault may be a hang: they prove themselves in a child process
+PROOF_SECONDS = 60     # of such a proof, at most
+WRONG = 3              # its exit status for a wrong result
 BACKENDS = {"mma": 0, "wgmma": 1, "tcgen05": 2}   # as in the CUDA source's enum Backend
 
 
@@ -2224,15 +2534,61 @@ def candidates(capability: tuple[int, int]) -> list[str]:
     return best + (["mma"] if capability >= (8, 0) else [])
 
 
-def prove(extension, backend: str, info: DeviceInfo, device: torch.device) -> None:
-    """Factor two random 260 x 260 matrices and compare with float64. Raises BuildError if they are not right."""
+def prove(extension, backend: str, info: DeviceInfo, index: int) -> None:
+    """Factor two random 260 x 260 matrices on CUDA device `index` and compare with float64. Raises BuildError if they are not right."""
     n = 260
-    A = torch.randn(2, n, n, generator=torch.Generator().manual_seed(1)).to(device)
-    H, tau = extension.geqrf(A, _flat(plan(2, n, info, backend)), BACKENDS[backend])
+    A = torch.randn(2, n, n, generator=torch.Generator().manual_seed(1)).to(torch.device("cuda", index))
+    route = plan(2, n, info, backend)
+    H, tau = extension.geqrf(A, _flat(route), route.first_ranks, BACKENDS[backend])
     Q = torch.linalg.householder_product(H.double(), tau.double())
     residual = ((Q.mT @ A.double() - H.double().triu()).abs().sum(1).amax() / A.double().abs().sum(1).amax()).item()
     if not residual < n * torch.finfo(torch.float32).eps:
         raise BuildError(f"the {backend} backend computed a wrong factorization (residual {residual:.2g} of the norm)")
+
+
+def verdict_file(extension, index: int) -> Path:
+    """Where the outcome of a proof in a child process is kept, for this extension (its name holds the sources' hash), device and driver."""
+    try:
+        driver = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        driver = str(torch._C._cuda_getDriverVersion())
+    key = "\n".join([extension.__name__, torch.cuda.get_device_name(index), driver])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "qr-proofs" / hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def prove_apart(extension, backend: str, index: int) -> None:
+    """`prove` in a child process, once: a backend that hangs or breaks its process must not take this one along.
+
+    An outcome (passed, wrong, hung) is kept on disk; a child that could not run at all is tried again next time. Raises BuildError."""
+    path = verdict_file(extension, index)
+    if path.is_file():
+        verdict = path.read_text()
+    else:
+        command = [sys.executable, str(Path(__file__).resolve()), "prove", backend, str(index)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PROOF_SECONDS)
+        except subprocess.TimeoutExpired:
+            verdict = f"the {backend} backend did not finish its proof in {PROOF_SECONDS} s"
+        else:
+            said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            if done.returncode not in (0, WRONG):
+                raise BuildError(f"the {backend} backend's proof ended with exit status {done.returncode}: {said}")
+            verdict = "" if done.returncode == 0 else said
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f"{path.name}.{os.getpid()}")
+        fresh.write_text(verdict)
+        os.replace(fresh, path)
+    if verdict:
+        raise BuildError(verdict)
+
+
+def device_info(extension, index: int) -> DeviceInfo:
+    """What routes on CUDA device `index` depend on."""
+    properties = torch.cuda.get_device_properties(index)
+    with torch.cuda.device(index):
+        return DeviceInfo(torch.cuda.get_device_capability(index), properties.multi_processor_count, properties.shared_memory_per_block_optin,
+                          tuple(map(extension.resident_clusters, CLUSTER_SIZES)))
 
 
 @functools.lru_cache(maxsize=None)
@@ -2259,10 +2615,12 @@ def choose_backend(index: int) -> Choice:
     for name in [forced] if forced else possible:
         try:
             extension = build(name, capability)
-            properties = torch.cuda.get_device_properties(index)
-            with torch.cuda.device(index):
-                info = DeviceInfo(capability, properties.multi_processor_count, properties.shared_memory_per_block_optin, extension.max_cluster())
-                prove(extension, name, info, torch.device("cuda", index))
+            if name in APART:
+                prove_apart(extension, name, index)
+                info = device_info(extension, index)
+            else:
+                info = device_info(extension, index)
+                prove(extension, name, info, index)
             return Choice(name, extension, info, "; ".join(reasons))
         except (BuildError, RuntimeError) as error:
             if forced:
@@ -2272,14 +2630,15 @@ def choose_backend(index: int) -> Choice:
     return Choice("geqrf", None, None, "; ".join(reasons))
 
 
-def _flat(route: Plan) -> list[int]:
-    return [value for step in route.steps for value in step]
+def _flat(route: Plan) -> bytes:
+    """The steps as the host driver reads them: 32-bit integers, so that a call converts nothing."""
+    return array.array("i", [value for step in route.steps for value in step]).tobytes()
 
 
 @functools.lru_cache(maxsize=1024)
-def _route(index: int, batch: int, n: int) -> tuple[Plan, list[int], object, int]:
+def _route(index: int, batch: int, n: int) -> tuple[Plan, bytes, object, int]:
     choice = choose_backend(index)
-    route = Plan("geqrf", (), choice.reason) if choice.extension is None else plan(batch, n, choice.info, choice.name)
+    route = Plan("geqrf", (), 0, choice.reason) if choice.extension is None else plan(batch, n, choice.info, choice.name)
     return route, _flat(route), choice.extension, BACKENDS.get(route.backend, -1)
 
 
@@ -2287,7 +2646,7 @@ def plan_for(A: torch.Tensor) -> Plan:
     """The route that `custom_kernel(A)` takes, for a tensor that it accepts."""
     _check(A)
     if not A.is_cuda:
-        return Plan("geqrf", (), f"A is on {A.device}")
+        return Plan("geqrf", (), 0, f"A is on {A.device}")
     return _route(A.device.index, A.shape[0], A.shape[1])[0]
 
 
@@ -2317,4 +2676,26 @@ def custom_kernel(data: input_t) -> output_t:
     route, steps, extension, backend = _route(data.device.index, data.shape[0], data.shape[1])
     if not steps:
         return tuple(torch.geqrf(data))
-    return extension.geqrf(data.contiguous(), steps, backend)
+    return extension.geqrf(data.contiguous(), steps, route.first_ranks, backend)
+
+
+# =====================================================================================================================
+# The child process of prove_apart
+# =====================================================================================================================
+def _child(arguments: list[str]) -> int:
+    """`submission.py prove BACKEND INDEX`: exit status 0, or WRONG with the reason on standard error."""
+    if len(arguments) != 3 or arguments[0] != "prove" or arguments[1] not in BACKENDS or not arguments[2].isdigit():
+        print(f"usage: submission.py prove {'|'.join(BACKENDS)} INDEX", file=sys.stderr)
+        return 2
+    backend, index = arguments[1], int(arguments[2])
+    extension = build(backend, torch.cuda.get_device_capability(index))
+    try:
+        prove(extension, backend, device_info(extension, index), index)
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return WRONG
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_child(sys.argv[1:]))

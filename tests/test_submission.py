@@ -1,4 +1,5 @@
 """submission.py without a GPU: arguments, routes, board law, sources for every architecture, each message of a failed build."""
+import array
 import os
 import re
 import shutil
@@ -19,9 +20,9 @@ from submission import CLUSTER, PANEL, SINGLE, TALL, WHOLE, BuildError, DeviceIn
 
 ROOT = Path(submission.__file__).resolve().parent
 TEXT = (ROOT / "submission.py").read_text()
-H200 = DeviceInfo((9, 0), 132, 232448, 16)
-B200 = DeviceInfo((10, 0), 148, 232448, 16)
-A100 = DeviceInfo((8, 0), 108, 166912, 0)
+H200 = DeviceInfo((9, 0), 132, 232448, (66, 30, 14, 7))
+B200 = DeviceInfo((10, 0), 148, 232448, (74, 36, 16, 8))
+A100 = DeviceInfo((8, 0), 108, 166912, (0, 0, 0, 0))
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Arguments
@@ -85,19 +86,21 @@ def check_route(route: Plan, batch: int, n: int, info: DeviceInfo, backend: str)
     assert route.backend == backend and not route.reason
     *panels, last = route.steps
     assert [step.column for step in route.steps] == list(range(0, PANEL * len(route.steps), PANEL))
-    assert last.kind == WHOLE and 0 < n - last.column <= submission.WHOLE_LIMIT and 32 * last.rows_per_lane >= n - last.column
-    assert last.rows_per_lane in range(1, 7), "the whole-matrix kernels that exist"
-    assert (last.ranks, last.gram_ranks, last.larfb_ranks) == (1, 0, 0)
+    assert last.kind == WHOLE and 0 < n - last.column <= submission.WHOLE_LIMIT and 4 * last.rows_per_lane >= n - last.column
+    assert last.rows_per_lane in range(4, 49, 4), "the whole-matrix kernels that exist"
+    assert last[3:] == (1, 0, 0, 0), "nothing right of it to update"
+    assert (route.first_ranks > 0) == (len(panels) > 0) and 64 % max(route.first_ranks, 1) == 0 and route.first_ranks <= info.max_cluster
     assert not panels or n > submission.WHOLE_LIMIT, "a matrix that fits one block is one launch"
     for step in panels:
         rows = n - step.column
         assert rows >= 2 * PANEL, "a panel has 64 columns and something right of it"
-        assert 1 <= step.gram_ranks <= min(8, max(info.max_cluster, 1)) and 64 % step.gram_ranks == 0
-        assert step.gram_ranks <= -(-rows // 128), "each block of the Gram kernel has a slab"
-        assert 1 <= step.larfb_ranks <= min(32, max(info.max_cluster, 1))
-        assert 1 <= step.ranks <= max(info.max_cluster, 1) and step.ranks & (step.ranks - 1) == 0
+        tiles, has_next = -(-rows // 64), route.steps[step.column // PANEL + 1].kind != WHOLE
+        assert 1 <= step.step_ranks <= min(info.max_cluster, tiles) and 64 % step.step_ranks == 0
+        assert 1 <= step.chunks <= tiles - 1 - has_next, "each cluster has a unit"
+        assert 1 <= step.slots <= min(4, -(-tiles // step.step_ranks)) and (step.slots + 3) * 16384 + 1024 <= info.shared_bytes
+        assert 1 <= step.ranks <= info.max_cluster and step.ranks & (step.ranks - 1) == 0
         if step.kind == TALL:
-            assert rows > submission.BLOCK_ROWS * step.ranks and step.ranks == max(info.max_cluster, 1)
+            assert rows > submission.BLOCK_ROWS * step.ranks and step.ranks == info.max_cluster
         else:
             assert step.rows_per_lane in {SINGLE: (8, 16), CLUSTER: (2, 4, 8, 16)}[step.kind], "the panel kernels that exist"
             assert 32 * step.rows_per_lane * step.ranks >= rows and (step.kind == SINGLE) == (step.ranks == 1)
@@ -105,7 +108,7 @@ def check_route(route: Plan, batch: int, n: int, info: DeviceInfo, backend: str)
 
 
 @pytest.mark.parametrize("info, backend", [(H200, "wgmma"), (H200, "mma"), (B200, "tcgen05"), (A100, "mma"),
-                                           (H200._replace(max_cluster=8), "wgmma"), (H200._replace(multiprocessors=7), "wgmma")])
+                                           (H200._replace(clusters=(66, 30, 14, 0)), "wgmma"), (H200._replace(multiprocessors=7), "wgmma")])
 def test_route_over_a_grid(info, backend):
     for n in SIZES:
         for batch in BATCHES:
@@ -113,9 +116,9 @@ def test_route_over_a_grid(info, backend):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 2000), st.integers(1, 20000), st.integers(1, 200), st.sampled_from([0, 2, 4, 8, 16]))
+@given(st.integers(1, 2000), st.integers(1, 20000), st.integers(1, 200), st.sampled_from([1, 2, 4, 8, 16]))
 def test_route_anywhere(batch, n, multiprocessors, max_cluster):
-    info = H200._replace(multiprocessors=multiprocessors, max_cluster=max_cluster)
+    info = H200._replace(multiprocessors=multiprocessors, clusters=tuple(max(1, multiprocessors // r) if r <= max_cluster else 0 for r in (2, 4, 8, 16)))
     check_route(plan(batch, n, info, "wgmma"), batch, n, info, "wgmma")
 
 
@@ -131,16 +134,18 @@ def test_routes_to_geqrf_say_why():
 def test_ranked_sizes_are_no_special_case():
     """Neighbours of a ranked shape take the same kernels, up to where the last panel ends."""
     def kernels(batch, n, count):
-        return [(s.kind, s.rows_per_lane, s.ranks, s.gram_ranks, s.larfb_ranks) for s in plan(batch, n, H200, "wgmma").steps[:count]]
+        return [(s.kind, s.rows_per_lane, s.ranks, s.step_ranks, s.chunks) for s in plan(batch, n, H200, "wgmma").steps[:count]]
     for batch, n in ((20, 32), (40, 176), (40, 352), (640, 512), (60, 1024), (8, 2048), (2, 4096)):
-        count = max(1, n // PANEL - 2)
+        count = max(1, n // PANEL - 3)
         assert kernels(batch, n, count) == kernels(batch, n - 1, count) == kernels(batch + (batch > 100), n, count), (batch, n)
 
 
 def test_steps_are_flattened_as_the_host_driver_reads_them():
     route = plan(60, 1024, H200, "wgmma")
-    flat = submission._flat(route)
-    assert len(flat) == 6 * len(route.steps) and flat[6:12] == list(route.steps[1])
+    flat = array.array("i", submission._flat(route)).tolist()
+    size = int(re.search(r"kStepInts = (\d+)", submission.CUDA_SOURCE)[1])
+    assert size == len(submission.Step._fields) and f"/ ({size} * sizeof(int))" in submission.CPP_SOURCE
+    assert len(flat) == size * len(route.steps) and flat[size:2 * size] == list(route.steps[1])
     kinds = re.search(r"enum StepKind \{(.*?)\}", submission.CUDA_SOURCE)[1]
     assert [int(x) for x in re.findall(r"= (\d)", kinds)] == [WHOLE, SINGLE, CLUSTER, TALL]
 
@@ -164,7 +169,7 @@ def test_kernelguard_matches_nothing():
 
 def test_file_map_names_what_exists():
     lines = re.search(r"File map\n(.*?)\n\n", submission.__doc__, re.S)[1].splitlines()
-    names = [name for line in lines for name in re.findall(r"\b[A-Za-z_0-9]+\b", re.sub(r"\(gram_panel_kernel makes its own T\)|\(products of tiles\)", "", line.split(":", 1)[1]))]
+    names = [name for line in lines for name in re.findall(r"\b[A-Za-z_0-9]+\b", re.sub(r"\(gram_panel makes its own T\)|\(products of tiles\)|\(the update beside the next panel\)", "", line.split(":", 1)[1]))]
     assert len(names) > 20
     for name in names:
         assert re.search(rf"(def|class|struct) {name}\b|\b{name}\(", TEXT.split('"""', 2)[2]), name
@@ -172,7 +177,7 @@ def test_file_map_names_what_exists():
 
 def test_launch_names_are_the_kernels():
     """The name that an error would report is the kernel's."""
-    launches = re.findall(r'launch\("(\w+)", (?:p\.n % 4 \? )?(\w+)', submission.CUDA_SOURCE)
+    launches = re.findall(r'launch\("(\w+)", (?:p\.(?:panel\.)?n % \d \? )?(\w+)', submission.CUDA_SOURCE)
     assert len(launches) >= 5 and all(said == kernel for said, kernel in launches)
 
 
@@ -216,7 +221,7 @@ def test_ptx_holds_the_backends_instruction(ptx, backend):
     assert INSTRUCTIONS[backend] in text and INSTRUCTIONS["mma"] in text, "mma.sync is the safety net everywhere"
     for other, instruction in INSTRUCTIONS.items():
         assert other in (backend, "mma") or instruction not in text
-    kernels = {name for name in ("geqr2_kernel", "geqr2_cluster_kernel", "geqr2_tall_kernel", "gram_panel_kernel", "larfb_kernel")
+    kernels = {name for name in ("geqr2_whole_kernel", "geqr2_kernel", "geqr2_cluster_kernel", "geqr2_tall_kernel", "step_kernel")
                if re.search(rf"\.entry \w*{name}", text)}
     assert len(kernels) == 5
 
@@ -374,8 +379,8 @@ class Extension:
     def __init__(self, name):
         self.name = name
 
-    def max_cluster(self):
-        return 16
+    def resident_clusters(self, ranks):
+        return {2: 66, 4: 30, 8: 14, 16: 7}[ranks]
 
 
 class NoDevice:
@@ -399,7 +404,7 @@ def hopper(monkeypatch, fresh_choice):
             raise BuildError(f"no compiler for {name}")
         return Extension(name)
 
-    def prove(extension, name, info, device):
+    def prove(extension, name, info, index):
         if broken.get(name) == "wrong":
             raise BuildError(f"the {name} backend computed a wrong factorization")
         if broken.get(name) == "crash":
@@ -416,7 +421,7 @@ def test_best_backend_is_chosen_without_a_word(hopper):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         choice = submission.choose_backend(0)
-    assert choice.name == choice.extension.name == "wgmma" and choice.info == H200 and choice.reason == ""
+    assert choice.name == choice.extension.name == "wgmma" and choice.info.max_cluster == 16 and choice.info == H200 and choice.reason == ""
 
 
 @pytest.mark.parametrize("fault, words", [("build", "no compiler for wgmma"), ("wrong", "wrong factorization"), ("crash", "illegal instruction")])
@@ -435,7 +440,7 @@ def test_geqrf_serves_when_nothing_works(hopper):
     assert [str(w.message).split(":")[0] for w in caught] == ["custom_kernel cannot use wgmma", "custom_kernel cannot use mma"]
     assert choice.name == "geqrf" and choice.extension is None
     route, steps, extension, _ = submission._route(0, 2, 100)
-    assert (route.backend, steps, extension) == ("geqrf", [], None) and "no compiler for wgmma" in route.reason
+    assert (route.backend, steps, extension) == ("geqrf", b"", None) and "no compiler for wgmma" in route.reason
 
 
 def test_forced_backend(hopper, monkeypatch):
@@ -465,6 +470,72 @@ def test_unsupported_device_is_said(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     with pytest.warns(UserWarning, match=r"custom_kernel uses torch.geqrf: compute capability 7\.5 is below 8\.0"):
         assert submission.choose_backend(0).name == "geqrf"
+
+
+class NamedExtension(Extension):
+    @property
+    def __name__(self):
+        return f"qr_{self.name}_0123"
+
+
+@pytest.fixture
+def blackwell(hopper, monkeypatch, tmp_path):
+    """A pretended B200 whose proof runs in a child process: a stand-in for submission.py that does what the test says."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "B200")
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    monkeypatch.setattr(submission, "build", lambda name, capability: NamedExtension(name))
+    monkeypatch.setattr(submission, "__file__", str(tmp_path / "child.py"))
+
+    def child(text):
+        submission.choose_backend.cache_clear()
+        (tmp_path / "child.py").write_text("import sys, time\nopen(__file__ + '.log', 'a').write(' '.join(sys.argv[1:]) + '\\n')\n" + text)
+        return lambda: (tmp_path / "child.py.log").read_text().splitlines()
+    return child
+
+
+def test_a_proof_apart_that_passes_is_kept(blackwell):
+    runs = blackwell("sys.exit(0)")
+    for _ in range(3):
+        submission.choose_backend.cache_clear()
+        assert submission.choose_backend(0).name == "tcgen05"
+    assert runs() == ["prove tcgen05 0"]
+
+
+@pytest.mark.parametrize("text, words", [("print('the tcgen05 backend computed a wrong factorization', file=sys.stderr); sys.exit(3)", "wrong factorization"),
+                                         ("time.sleep(60)", "did not finish its proof in 1 s")])
+def test_a_proof_apart_that_fails_or_hangs_is_kept_and_said(blackwell, monkeypatch, text, words):
+    monkeypatch.setattr(submission, "PROOF_SECONDS", 1)
+    runs = blackwell(text)
+    for _ in range(2):
+        submission.choose_backend.cache_clear()
+        with pytest.warns(UserWarning, match=f"custom_kernel cannot use tcgen05: .*{words}"):
+            assert submission.choose_backend(0).name == "mma"
+    assert len(runs()) == 1
+
+
+def test_a_proof_apart_that_could_not_run_is_tried_again(blackwell):
+    runs = blackwell("raise MemoryError('no room')")
+    with pytest.warns(UserWarning, match="exit status 1: MemoryError: no room"):
+        assert submission.choose_backend(0).name == "mma"
+    runs = blackwell("sys.exit(0)")
+    assert submission.choose_backend(0).name == "tcgen05" and len(runs()) == 2
+
+
+def test_another_driver_device_or_source_is_proved_anew(blackwell, monkeypatch):
+    files = {submission.verdict_file(NamedExtension("tcgen05"), 0)}
+    files.add(submission.verdict_file(NamedExtension("other"), 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GB300")
+    files.add(submission.verdict_file(NamedExtension("tcgen05"), 0))
+    monkeypatch.setattr(submission.Path, "read_text", lambda self: "another driver")
+    files.add(submission.verdict_file(NamedExtension("tcgen05"), 0))
+    assert len(files) == 4
+
+
+def test_the_child_refuses_other_arguments():
+    for arguments in ([], ["prove"], ["prove", "cublas", "0"], ["prove", "mma", "-1"], ["measure", "mma", "0"]):
+        assert submission._child(arguments) == 2
 
 
 @pytest.mark.parametrize("capability, want", [((7, 5), []), ((8, 0), ["mma"]), ((8, 9), ["mma"]), ((9, 0), ["wgmma", "mma"]), ((10, 0), ["tcgen05", "mma"]),

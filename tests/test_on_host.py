@@ -1,0 +1,132 @@
+"""The kernels themselves, run on the host's threads (tests/host): indices, barriers and order of steps, without a GPU.
+
+Of submission.py's CUDA source everything but PTX is what runs here: the host driver, the step kernel (Gram panels, T, update), the
+whole-matrix kernel, the column-by-column kernels of one block and in memory. Not here: the cluster's column-by-column kernel
+(st.async), and the products of tiles, which tests/host/product.h does in plain loops."""
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import submission
+from reference import generate_input, measure
+from submission import CLUSTER, SINGLE, TALL, WHOLE, DeviceInfo, plan
+
+HOST = Path(__file__).resolve().parent / "host"
+SMALL = DeviceInfo((9, 0), 1, 232448, (0, 0, 0, 0))         # one block a matrix
+WIDE = DeviceInfo((9, 0), 64, 232448, (32, 16, 0, 0))       # as many blocks as there are rows for, up to four
+
+
+def host_source() -> str:
+    sections = re.split(r"^// -{100,}\n// (.+)\n// -{100,}\n", submission.CUDA_SOURCE, flags=re.M)
+    text = dict(zip(sections[1::2], sections[2::2]))
+    products = next(body for title, body in text.items() if title.startswith("Products of"))
+    kept = []
+    for title, body in text.items():
+        if title.startswith(("Shared device helpers", "geqr2 across a cluster")):
+            continue
+        if title.startswith("Products of"):
+            body = products[products.index("enum class Form"):products.index("struct MmaSync")] + (HOST / "product.h").read_text()
+        if title.startswith("geqr2 in memory"):
+            body = "constexpr int kMaxCluster = 16;\n" + body
+        if title.startswith("Host driver"):
+            body = re.sub(r"struct Launcher \{.*?^\};\n", "", body, flags=re.S | re.M)
+            body = re.sub(r"template <int R> void geqr2_cluster\(.*?^\}\n", 'template <int R> void geqr2_cluster(Launcher& launch, const PanelArgs&, int, int) { launch.error = "not emulated"; }\n', body, flags=re.S | re.M)
+            body = re.sub(r"^void step\(.*?^\}\n", "void step(Launcher& launch, const StepArgs& p, int ranks, int) { step<HostProduct>(launch, p, ranks); }\n", body, flags=re.S | re.M)
+            body = body[:body.index("// How many clusters of")]
+        kept.append(body)
+    source = "\n".join(kept)
+    for ptx, plain in ((r'asm\("rsqrt\.approx\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\);', r"\1 = 1.0f / sqrtf(\2);"),
+                       (r'asm\("rcp\.approx\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\);', r"\1 = 1.0f / \2;"),
+                       (r'asm\("mov\.u32 %0, %%cluster_ctarank;" : "=r"\((\w+)\)\);', r"\1 = cluster_rank;"),
+                       (r'asm\("mov\.u32 %0, %%cluster_nctarank;" : "=r"\((\w+)\)\);', r"\1 = cluster_ranks;"),
+                       (r'asm(?: volatile)?\("" : [^;]*;', ""),
+                       (r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];", r"\1* const \2 = reinterpret_cast<\1*>(block->shared);")):
+        source = re.sub(ptx, plain, source)
+    assert "asm" not in source, re.findall(r".*asm.*", source)
+    return '#include "runtime.h"\n' + source
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    compiler = shutil.which("g++")
+    if not compiler:
+        pytest.skip("g++ is not on PATH")
+    folder = tmp_path_factory.mktemp("host")
+    (folder / "kernels.cpp").write_text(host_source())
+    subprocess.run([compiler, "-std=c++20", "-O2", "-w", "-fPIC", "-shared", "-pthread", f"-I{HOST}", "kernels.cpp", "-o", "kernels.so"], cwd=folder, check=True)
+    loaded = ctypes.CDLL(str(folder / "kernels.so"))
+    loaded.qr_geqrf.restype = ctypes.c_char_p
+    loaded.qr_work_bytes.restype = ctypes.c_long
+    return loaded
+
+
+def factor(library, A, route):
+    """(H, tau) by the host's threads; results and work space start as NaN."""
+    batch, n, _ = A.shape
+    A = A.contiguous()
+    H, tau = torch.full_like(A, float("nan")), torch.full((batch, n), float("nan"))
+    work = torch.full((library.qr_work_bytes(batch, n) + 128,), 255, dtype=torch.uint8)
+
+    def pointer(tensor):
+        return ctypes.c_void_p((tensor.data_ptr() + 127) // 128 * 128 if tensor is work else tensor.data_ptr())
+    error = library.qr_geqrf(pointer(A), pointer(H), pointer(tau), pointer(work), batch, n, submission._flat(route), len(route.steps), route.first_ranks, 0)
+    assert error is None, error
+    return H, tau
+
+
+def check(library, batch, n, case, info, change=lambda route: route):
+    A = generate_input(batch, n, 1, n, case, device="cpu")
+    kept = A.clone()
+    route = change(plan(batch, n, info, "mma"))
+    output = factor(library, A, route._replace(steps=tuple(s._replace(kind=TALL) if s.kind == CLUSTER else s for s in route.steps)))
+    figures = measure(A, output)
+    assert figures.ok and figures.columnwise < (3 if n < 256 else 2) and figures.orthogonality < 10, figures.message
+    assert torch.equal(A, kept)
+    return output
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 15, 16, 17, 33, 64, 100])
+def test_whole_matrices(library, n):
+    for case in ("dense", "rankdef", "upper"):
+        H, tau = check(library, 2, n, case, SMALL)
+        if case == "upper":
+            assert not tau.any() and torch.equal(H, generate_input(2, n, 1, n, "upper", device="cpu"))
+
+
+def test_whole_matrix_of_extreme_scales(library):
+    A = torch.randn(1, 40, 40, generator=torch.Generator().manual_seed(1))
+    decades = torch.logspace(-34, 34, 40)
+    for scaled in (A * decades, A * decades.flip(0), A * 1e-36, A * 1e36):
+        figures = measure(scaled, factor(library, scaled, plan(1, 40, SMALL, "mma")))
+        assert figures.columnwise < 1, figures.message
+
+
+@pytest.mark.parametrize("n, info", [(193, SMALL), (256, SMALL), (323, SMALL), (258, WIDE), (320, WIDE), (513, WIDE)])
+def test_panels_and_updates(library, n, info):
+    check(library, 1, n, "dense", info)
+
+
+def test_every_shape_of_the_step_kernel(library):
+    """Slots refilled or not, columns dealt to one cluster or several, rows to one, two or four blocks, two matrices."""
+    n = 264
+    for ranks, chunks, slots in ((1, 1, 1), (1, 3, 2), (2, 1, 1), (2, 2, 2), (4, 2, 1)):
+        def change(route):
+            steps = [s if s.kind == WHOLE else s._replace(step_ranks=min(ranks, -(-(n - s.column) // 64)), chunks=min(chunks, s.chunks) if s.chunks else 0, slots=slots)
+                     for s in route.steps]
+            return route._replace(steps=tuple(steps), first_ranks=ranks)
+        many = SMALL._replace(multiprocessors=1000)
+        check(library, 2, n, "dense", many, change)
+
+
+@pytest.mark.parametrize("kind, case", [(SINGLE, "mixed"), (SINGLE, "upper"), (TALL, "mixed"), (TALL, "upper")])
+def test_declined_panels(library, kind, case):
+    """Matrices that the Gram kernel declines go column by column, their neighbours do not; alone (first_ranks = 0) all do."""
+    def change(route):
+        return route._replace(steps=tuple(s if s.kind == WHOLE or kind == SINGLE else s._replace(kind=TALL, ranks=1, rows_per_lane=0) for s in route.steps))
+    check(library, 3, 193, case, SMALL, change)
+    check(library, 1, 193, case, SMALL, lambda route: change(route)._replace(first_ranks=0))
