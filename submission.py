@@ -45,14 +45,13 @@ from task import input_t, output_t
 # =====================================================================================================================
 PANEL = 64                   # columns of a panel
 WHOLE_LIMIT = 192            # largest matrix that one block keeps in registers
+LAST_LIMIT = 128             # and the largest last block of a larger matrix, where panels would be slower
 BLOCK_ROWS = 512             # rows of a panel that one block keeps in registers
 PAIR = 16 * 1024             # bytes of a 64 x 64 tile in two bf16 parts
-STEP_GROUPS, STEP_SLOTS = 2, 4      # warpgroups of a block of the step kernel; at most: tiles of V in its shared memory
-STEP_SHARED = 111424         # bytes of shared memory a block of it needs at least: the Gram panel's
-# The step kernel's cycles: a block's start; a tile of 64 rows in either pass over C, a unit's product with T, a cluster's meeting;
-# a panel's small factors and a tile of 64 rows of it. Estimates for an H200 from the profile of the kernels before it (benchmarks/LOG.md, 6);
-# benchmarks/stages.py measures them anew.
-START, TILE, UNIT, MEET, FACTORS, PANEL_TILE = 3000, 4000, 2000, 3000, 32000, 6000
+LARFB_GROUPS, LARFB_SLOTS = 3, 8    # warpgroups of a block of the larfb kernel; at most: tiles of V in its shared memory
+# The larfb kernel's cycles: a block's start; a tile of 64 rows in both passes over C; a round's products with T; a cluster's meeting. From
+# the profile of its predecessor on an H200 (benchmarks/LOG.md, 6); benchmarks/stages.py measures them anew.
+LARFB_START, LARFB_TILE, LARFB_ROUND, LARFB_MEET = 5000, 4000, 3000, 4000
 BLOCKED_SHARED = 160 * 1024  # bytes of shared memory a block needs beyond 128 rows
 WHOLE, SINGLE, CLUSTER, TALL = range(4)   # kinds of Step, as in the CUDA source's StepKind
 CLUSTER_SIZES = 2, 4, 8, 16
@@ -78,53 +77,50 @@ class DeviceInfo(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One panel with its update and the next panel, or the last square block whole.
+    """One panel and what follows it, or the last square block whole.
 
-    Column by column (for the matrices that the Gram kernel declined) a panel's rows are dealt to `ranks` blocks, at most
-    32 rows_per_lane each (0: any number, kept in memory; whole matrices: 4 for every 16 rows). The step kernel then updates what is
-    right of the panel and factors the next one, each matrix's rows dealt to `step_ranks` blocks, the columns right of the next panel to
-    `chunks` clusters, with `slots` tiles of V in a block's shared memory."""
+    Column by column a panel's rows are dealt to `ranks` blocks, at most 32 rows_per_lane each (0: any number, kept in memory; whole
+    matrices: 4 for every 16 rows); with `gram` the panel kernel tries first, on `panel_ranks` blocks a matrix, and this is for the matrices
+    that it declined. Then `panels` panels (this one, or this and the one before) update what is right of them; 0: the next panel updates
+    itself. Each matrix's rows are dealt to `larfb_ranks` blocks, its columns to `chunks` clusters, with `slots` tiles of V in a
+    block's shared memory."""
     kind: int
     column: int
     rows_per_lane: int
     ranks: int
-    step_ranks: int
-    chunks: int
-    slots: int
+    gram: int = 0
+    panel_ranks: int = 0
+    panels: int = 0
+    larfb_ranks: int = 0
+    chunks: int = 0
+    slots: int = 0
 
 
 class Plan(NamedTuple):
-    """The route of one shape: `first_ranks` blocks a matrix for the first panel's Gram kernel (0: none), then the steps. Without
-    steps it is torch.geqrf's, and `reason` says why."""
+    """The route of one shape. Without steps it is torch.geqrf's, and `reason` says why."""
     backend: str
     steps: tuple[Step, ...]
-    first_ranks: int = 0
     reason: str = ""
 
 
-def step_shape(batch: int, rows: int, has_next: bool, info: DeviceInfo) -> tuple[int, int, int]:
-    """(ranks, chunks, slots) of the step kernel under a panel of `rows` rows: the cheapest by a count of cycles.
+def larfb_shape(batch: int, rows: int, panels: int, info: DeviceInfo, backend: str) -> tuple[int, int, int]:
+    """(ranks, chunks, slots) of the update by one or two panels, the first of `rows` rows: the cheapest by a count of cycles.
 
-    The clusters that make the next panel come first; the others share the remaining units of 64 columns."""
+    A block costs its start, and for each round of its warpgroups the tiles of 64 rows, twice, and the products with T."""
     tiles = -(-rows // PANEL)
-    units = tiles - 1 - has_next
+    units = tiles - panels
     best = None
     ranks = 1
-    while ranks <= min(info.max_cluster, tiles):
+    while ranks <= min(info.max_cluster, 8, tiles):
         own_tiles = -(-tiles // ranks)
-        slots = min(STEP_SLOTS, own_tiles)
-        shared = max(STEP_SHARED, (slots + 1 + STEP_GROUPS) * PAIR + 1024)
-        blocks = 2 if 2 * (shared + 1024) <= info.shared_bytes + 1024 else 1
-        capacity = info.resident(ranks) * blocks
-        one_round = 2 * own_tiles * TILE + UNIT + (ranks > 1) * MEET
-        panel = has_next * (START + one_round + FACTORS + own_tiles * PANEL_TILE + (ranks > 1) * 2 * MEET)
+        fixed = 2 * panels - 1 + (LARFB_GROUPS if ranks > 1 or backend == "tcgen05" else 0)
+        slots = min(LARFB_SLOTS, own_tiles, ((info.shared_bytes - 1024) // PAIR - fixed) // panels)
         for per_chunk in range(1, min(units, 64) + 1):
             chunks = -(-units // per_chunk)
-            other = START + -(-per_chunk // STEP_GROUPS) * one_round
-            cycles = max(panel, other)
-            if batch * (chunks + has_next) > capacity:
-                cycles = max(cycles, (batch * (panel + chunks * other)) // capacity + other // 2)
-            if best is None or cycles < best[0]:
+            waves = -(-batch * chunks // info.resident(ranks))
+            rounds = -(-per_chunk // LARFB_GROUPS)
+            cycles = waves * (LARFB_START + rounds * (panels * own_tiles * LARFB_TILE + panels * LARFB_ROUND + (ranks > 1) * panels * LARFB_MEET))
+            if slots > 0 and (best is None or cycles < best[0]):
                 best = cycles, (ranks, chunks, slots)
         ranks *= 2
     return best[1]
@@ -133,44 +129,46 @@ def step_shape(batch: int, rows: int, has_next: bool, info: DeviceInfo) -> tuple
 def plan(batch: int, n: int, info: DeviceInfo, backend: str) -> Plan:
     """The route of a batch of n x n matrices on a device. Pure.
 
-    A panel of up to 512 rows is one block's. A taller one is spread over a cluster: as few blocks as hold it, then twice as
-    many while that leaves no block without a multiprocessor; what no cluster holds stays in memory. A matrix of at most 192
-    columns, or the last fewer than 128 of a larger one, is one launch."""
+    Column by column, a panel of up to 512 rows is one block's. A taller one is spread over a cluster: as few blocks as hold it, then twice as
+    many while that leaves no block without a multiprocessor; what no cluster holds stays in memory. Panels go in pairs: the second
+    is updated by the first alone, the rest by both at once. A matrix of at most 192 columns, or the last at most 128 of a larger one, is one launch."""
     if backend == "geqrf":
-        return Plan("geqrf", (), 0, "torch.geqrf was asked for")
+        return Plan("geqrf", (), "torch.geqrf was asked for")
     if n > 128 and info.shared_bytes < BLOCKED_SHARED:
-        return Plan("geqrf", (), 0, f"n = {n} needs {BLOCKED_SHARED} bytes of shared memory a block, the device has {info.shared_bytes}")
+        return Plan("geqrf", (), f"n = {n} needs {BLOCKED_SHARED} bytes of shared memory a block, the device has {info.shared_bytes}")
 
     def has_panel(column):
-        return n - column > (2 * PANEL - 1 if column else WHOLE_LIMIT)
+        return n - column > (LAST_LIMIT if column else WHOLE_LIMIT)
 
-    steps, column, first_ranks = [], 0, 0
+    steps, column, panels = [], 0, 0
     while has_panel(column):
-        rows, ranks = n - column, 1
-        step = step_shape(batch, rows, has_panel(column + PANEL), info)
+        rows, ranks, panel_ranks = n - column, 1, 1
+        while 2 * panel_ranks <= info.max_cluster and 2 * panel_ranks * batch <= info.multiprocessors and rows > 128 * (2 * panel_ranks - 1):
+            panel_ranks *= 2
+        panels += 1                                                          # not yet applied to what is right of them
+        follow = (1, panel_ranks, 0)
+        if panels == 2 or not has_panel(column + PANEL):
+            follow = (1, panel_ranks, panels, *larfb_shape(batch, rows + (panels - 1) * PANEL, panels, info, backend))
+            panels = 0
         while rows > BLOCK_ROWS * ranks and ranks < info.max_cluster:
             ranks *= 2
         if rows > BLOCK_ROWS * ranks:
-            steps.append(Step(TALL, column, 0, ranks, *step))
+            steps.append(Step(TALL, column, 0, ranks, *follow))
         elif ranks == 1:
-            steps.append(Step(SINGLE, column, 8 if rows <= 256 else 16, 1, *step))
+            steps.append(Step(SINGLE, column, 8 if rows <= 256 else 16, 1, *follow))
         else:
             while 2 * ranks <= info.max_cluster and 2 * ranks * batch <= info.multiprocessors and rows > 64 * ranks:
                 ranks *= 2
             rows_per_lane = 2
             while 32 * rows_per_lane * ranks < rows:
                 rows_per_lane *= 2
-            steps.append(Step(CLUSTER, column, rows_per_lane, ranks, *step))
+            steps.append(Step(CLUSTER, column, rows_per_lane, ranks, *follow))
         column += PANEL
-    if steps:
-        first_ranks = 1
-        while 2 * first_ranks <= info.max_cluster and 2 * first_ranks * batch <= info.multiprocessors and n > 128 * (2 * first_ranks - 1):
-            first_ranks *= 2
-    steps.append(Step(WHOLE, column, 4 * -(-(n - column) // 16), 1, 0, 0, 0))
-    blocks = batch * max(first_ranks, *(max(step.ranks, step.step_ranks * (step.chunks + 1)) for step in steps))
+    steps.append(Step(WHOLE, column, 4 * -(-(n - column) // 16), 1))
+    blocks = batch * max(max(step.ranks, step.panel_ranks, step.larfb_ranks * step.chunks) for step in steps)
     if blocks > MAX_BLOCKS:
-        return Plan("geqrf", (), 0, f"batch = {batch} needs {blocks} blocks, one launch has at most {MAX_BLOCKS}")
-    return Plan(backend, tuple(steps), first_ranks)
+        return Plan("geqrf", (), f"batch = {batch} needs {blocks} blocks, one launch has at most {MAX_BLOCKS}")
+    return Plan(backend, tuple(steps))
 
 
 # =====================================================================================================================
@@ -1191,9 +1189,10 @@ __global__ void __launch_bounds__(Geqr2TallShape::kThreads, 1) geqr2_tall_kernel
 //                      bytes after the high ones), B 64 x 64. finish() waits, read(result) fetches; the warp's rows start at row_of_warp()
 //   start_exact(a, b)    a warpgroup's own product of 64 x 64 operands, each high + mid + low (three tiles): all products but
 //                      mid low and low low, as good as float32
-//   start_registers(a, b, stage, clear)   a warpgroup's own product of an Operand A and a (high, low) pair B, added to the last one's
-//                      result unless clear; A stays as it is, and stage (a pair) unused otherwise, until finish_group
-//   finish_group(), read_group(result)   for these two; warp w has rows 16 (w % 4) ...
+//   start_pairs(a, b, clear)              a warpgroup's own product of two (high, low) pairs, added to the last one's result unless clear
+//   start_registers<form, first, count>(a, b, stage, clear)   a warpgroup's own products of an Operand A and `count` (high, low) pairs B, one after
+//                      the other in memory, added to its sums first, first + 1 .. unless clear; stage (a pair) unused otherwise until finish_group
+//   finish_group(), read_group<i>(result)   for these three (sum 0 if not said); warp w has rows 16 (w % 4) ...
 //   close()              by the whole block, once, when it needs no product any more
 // Forms: kAtB: A given as its transpose. kABt: B as its transpose.
 enum class Form { kAtB, kAB, kABt };
@@ -1222,8 +1221,8 @@ template <typename One> __device__ __forceinline__ void products_of_parts(const 
 }
 
 struct MmaSync {
-    Fragment sum;
-    static constexpr bool kAsync = false;
+    Fragment sums[2];
+    static constexpr bool kAsync = false, kStaged = false;
     __device__ __forceinline__ static int row_of_warp() { return threadIdx.x / 32 * 16; }
     __device__ MmaSync(uint64_t*, uint32_t*) {}
     __device__ __forceinline__ static void load(uint32_t (&f)[4], const uint8_t* tile, int row, int column, bool transposed) {
@@ -1238,6 +1237,7 @@ struct MmaSync {
                      : "+f"(c[0].x), "+f"(c[0].y), "+f"(c[1].x), "+f"(c[1].y) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
     template <Form kForm> __device__ __forceinline__ void one(const uint8_t* a, const uint8_t* b) {
+        Fragment& sum = sums[0];
         const int lane = threadIdx.x % 32, low3 = lane & 7, bit3 = lane >> 3 & 1, bit4 = lane >> 4, m0 = threadIdx.x / 32 % 4 * 16;
 #pragma unroll
         for (int k0 = 0; k0 < 64; k0 += 16) {
@@ -1254,24 +1254,36 @@ struct MmaSync {
             }
         }
     }
-    __device__ __forceinline__ void reset() {
+    __device__ __forceinline__ void reset(Fragment& sum) {
 #pragma unroll
         for (int i = 0; i < 16; ++i) sum.v[i / 2][i % 2] = make_float2(0, 0);
     }
     template <int kALow, int kBLow> __device__ __forceinline__ void start(const uint8_t* a, const uint8_t* b) {
         a += threadIdx.x / 128 * kTileBytes;
-        reset();
+        reset(sums[0]);
         one<Form::kAB>(a + kALow, b);
         one<Form::kAB>(a, b + kBLow);
         one<Form::kAB>(a, b);
     }
     template <Form kForm> __device__ __forceinline__ void start_exact(const uint8_t* a, const uint8_t* b) {
-        reset();
+        reset(sums[0]);
         products_of_parts(a, b, [&](auto, const uint8_t* a_part, const uint8_t* b_part) { one<kForm>(a_part, b_part); });
     }
-    template <Form kForm> __device__ __forceinline__ void start_registers(const Operand& a, const uint8_t* b, uint8_t*, bool clear) {
+    template <Form kForm> __device__ __forceinline__ void start_pairs(const uint8_t* a, const uint8_t* b, bool clear) {
+        if (clear) reset(sums[0]);
+        one<kForm>(a + kTileBytes, b);
+        one<kForm>(a, b + kTileBytes);
+        one<kForm>(a, b);
+    }
+    template <Form kForm, int kFirst, int kCount> __device__ __forceinline__ void start_registers(const Operand& a, const uint8_t* b, uint8_t*, bool clear) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            if (clear) reset(sums[kFirst + i]);
+            multiply_registers<kForm>(sums[kFirst + i], a, b + i * kPairBytes);
+        }
+    }
+    template <Form kForm> __device__ __forceinline__ void multiply_registers(Fragment& sum, const Operand& a, const uint8_t* b) {
         const int lane = threadIdx.x % 32, low3 = lane & 7, bit3 = lane >> 3 & 1, bit4 = lane >> 4;
-        if (clear) reset();
 #pragma unroll
         for (int s = 0; s < 4; ++s)
 #pragma unroll
@@ -1291,8 +1303,8 @@ struct MmaSync {
     }
     __device__ __forceinline__ void finish() {}
     __device__ __forceinline__ void finish_group() {}
-    __device__ __forceinline__ void read(Fragment& f) { f = sum; }
-    __device__ __forceinline__ void read_group(Fragment& f) { f = sum; }
+    __device__ __forceinline__ void read(Fragment& f) { f = sums[0]; }
+    template <int kSum = 0> __device__ __forceinline__ void read_group(Fragment& f) { f = sums[kSum]; }
     __device__ __forceinline__ void close() {}
 };
 
@@ -1304,43 +1316,49 @@ template <typename T> __device__ __forceinline__ const T& tile_at(const uint8_t*
 #if defined(KITTENS_HOPPER)
 struct Wgmma {
     using Sum = kittens::rt_fl<16, 64>;
-    Sum sum;
-    static constexpr bool kAsync = true;
+    Sum sums[2];
+    static constexpr bool kAsync = true, kStaged = false;
     __device__ __forceinline__ static int row_of_warp() { return threadIdx.x / 32 * 16; }
     __device__ Wgmma(uint64_t*, uint32_t*) {}
-    __device__ __forceinline__ void reset() { kittens::warp::zero(sum); }
     // kittens' mma_fence also fences the asynchronous proxy, which waits for every load under way: the callers do that where
     // they have written operands to shared memory.
-    __device__ __forceinline__ void hold() {                               // no move of the sum's registers past this point
+    __device__ __forceinline__ static void hold(Sum& sum) {                 // no move of the sum's registers past this point
 #pragma unroll
         for (int i = 0; i < 16; ++i) asm volatile("" : "+f"(sum.tiles[0][i / 4].data[i % 4].x), "+f"(sum.tiles[0][i / 4].data[i % 4].y));
     }
-    __device__ __forceinline__ void fence() {
-        hold();
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    __device__ __forceinline__ static void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+    __device__ __forceinline__ void begin(Sum& sum, bool clear) {
+        if (clear) kittens::warp::zero(sum);
+        hold(sum);
+        fence();
     }
     template <Form kForm, bool kClear> __device__ __forceinline__ void one(const uint8_t* a, const uint8_t* b) {
         using T = Tile<64>;
         using Group = kittens::warpgroup;
         const T &A = tile_at<T>(a), &B = tile_at<T>(b);
+        Sum& sum = sums[0];
         if constexpr (kForm == Form::kAtB) Group::template mma_AtB<Sum, T, T, 0, !kClear>(sum, A, B);
         else if constexpr (kForm == Form::kAB) Group::template mma_AB<Sum, T, T, 0, !kClear>(sum, A, B);
         else Group::template mma_ABt<Sum, T, T, 0, !kClear>(sum, A, B);
     }
     template <int kALow, int kBLow> __device__ __forceinline__ void start(const uint8_t* a, const uint8_t* b) {
         a += threadIdx.x / 128 * kTileBytes;
-        reset();
-        fence();
+        begin(sums[0], true);
         one<Form::kAB, true>(a + kALow, b);
         one<Form::kAB, false>(a, b + kBLow);
         one<Form::kAB, false>(a, b);
     }
     template <Form kForm> __device__ __forceinline__ void start_exact(const uint8_t* a, const uint8_t* b) {
-        reset();
-        fence();
+        begin(sums[0], true);
         products_of_parts(a, b, [&](auto clear, const uint8_t* a_part, const uint8_t* b_part) { one<kForm, clear.value>(a_part, b_part); });
     }
-    template <Form kForm> __device__ __forceinline__ void start_registers(const Operand& a, const uint8_t* b, uint8_t*, bool clear) {
+    template <Form kForm> __device__ __forceinline__ void start_pairs(const uint8_t* a, const uint8_t* b, bool clear) {
+        begin(sums[0], clear);
+        one<kForm, false>(a + kTileBytes, b);
+        one<kForm, false>(a, b + kTileBytes);
+        one<kForm, false>(a, b);
+    }
+    template <Form kForm, int kFirst, int kCount> __device__ __forceinline__ void start_registers(const Operand& a, const uint8_t* b, uint8_t*, bool clear) {
         using A = kittens::rt_bf<16, 64>;
         using B = Tile<64>;
         using Group = kittens::warpgroup;
@@ -1352,45 +1370,55 @@ struct Wgmma {
                 high.tiles[0][s].data[r] = reinterpret_cast<const __nv_bfloat162&>(a.high[s][r]);
                 low.tiles[0][s].data[r] = reinterpret_cast<const __nv_bfloat162&>(a.low[s][r]);
             }
-        if (clear) reset();
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            if (clear) kittens::warp::zero(sums[kFirst + i]);
+            hold(sums[kFirst + i]);
+        }
         fence();
-        const B &b_high = tile_at<B>(b), &b_low = tile_at<B>(b + kTileBytes);
-        if constexpr (kForm == Form::kAB) {
-            Group::template mma_AB<Sum, A, B, 0, 1>(sum, low, b_high);
-            Group::template mma_AB<Sum, A, B, 0, 1>(sum, high, b_low);
-            Group::template mma_AB<Sum, A, B, 0, 1>(sum, high, b_high);
-        } else {
-            Group::template mma_ABt<Sum, A, B, 0, 1>(sum, low, b_high);
-            Group::template mma_ABt<Sum, A, B, 0, 1>(sum, high, b_low);
-            Group::template mma_ABt<Sum, A, B, 0, 1>(sum, high, b_high);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            Sum& sum = sums[kFirst + i];
+            const B &b_high = tile_at<B>(b + i * kPairBytes), &b_low = tile_at<B>(b + i * kPairBytes + kTileBytes);
+            if constexpr (kForm == Form::kAB) {
+                Group::template mma_AB<Sum, A, B, 0, 1>(sum, low, b_high);
+                Group::template mma_AB<Sum, A, B, 0, 1>(sum, high, b_low);
+                Group::template mma_AB<Sum, A, B, 0, 1>(sum, high, b_high);
+            } else {
+                Group::template mma_ABt<Sum, A, B, 0, 1>(sum, low, b_high);
+                Group::template mma_ABt<Sum, A, B, 0, 1>(sum, high, b_low);
+                Group::template mma_ABt<Sum, A, B, 0, 1>(sum, high, b_high);
+            }
         }
     }
     __device__ __forceinline__ void finish() { kittens::warpgroup::mma_async_wait<0>(); }
     __device__ __forceinline__ void finish_group() { finish(); }
-    __device__ __forceinline__ void read(Fragment& f) {
-        hold();
+    template <int kSum = 0> __device__ __forceinline__ void read_group(Fragment& f) {
+        hold(sums[kSum]);
 #pragma unroll
         for (int b = 0; b < 8; ++b)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) f.v[b][half] = sum.tiles[0][b / 2].data[b % 2 * 2 + half];
+            for (int half = 0; half < 2; ++half) f.v[b][half] = sums[kSum].tiles[0][b / 2].data[b % 2 * 2 + half];
     }
-    __device__ __forceinline__ void read_group(Fragment& f) { read(f); }
+    __device__ __forceinline__ void read(Fragment& f) { read_group(f); }
     __device__ __forceinline__ void close() {}
 };
 #endif
 
 #if defined(KITTENS_BLACKWELL)
-// The accumulators live in tensor memory: 64 columns for the block's products, and 64 rows by 64 columns for each warpgroup's own. The
-// first thread of the block or of the warpgroup issues; a commit arrives on the barrier that the others wait for.
+// The accumulators live in tensor memory: 256 columns a block. Two warpgroups share 64 columns for their 64 rows each; a block's product
+// has the place of the first two's, for they never run at once. The first thread of the block or of the warpgroup issues; a commit arrives
+// on the barrier that the others wait for.
 struct Tcgen05 {
     using Sum = kittens::tt<float, 128, 64>;
     using GroupSum = kittens::tt<float, 64, 64>;
     kittens::tensor_allocator<2, 1, false> memory;
     Sum sum;
-    GroupSum group_sum;                                                     // lanes 0-15 or 16-31 of every quarter
+    GroupSum group_sums[2];                                                 // lanes 0-15 or 16-31 of every quarter
     kittens::semaphore* done;                                               // [0]: the block's products; [1 + g]: warpgroup g's
     int products = 0, group_products = 0;                                   // waited for
-    static constexpr bool kAsync = true;
+    bool stage_is_read = false;                                             // by a product that was not waited for
+    static constexpr bool kAsync = true, kStaged = true;
     __device__ __forceinline__ static int row_of_warp() { return 32 * (threadIdx.x / 32 % 4) + 16 * (threadIdx.x / 128); }
     __device__ Tcgen05(uint64_t* barriers, uint32_t* slot) : done(reinterpret_cast<kittens::semaphore*>(barriers)) {
         if (threadIdx.x == 0)
@@ -1401,7 +1429,8 @@ struct Tcgen05 {
         asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
         memory.set_addr(*slot);
         sum = memory.template allocate<Sum>(0);
-        group_sum = memory.template allocate<GroupSum>(threadIdx.x / 128 % 2, 64 + threadIdx.x / 256 * 64);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) group_sums[i] = memory.template allocate<GroupSum>(threadIdx.x / 128 % 2, 128 * i + threadIdx.x / 256 * 64);
     }
     template <int kALow, int kBLow> __device__ __forceinline__ void start(const uint8_t* a, const uint8_t* b) {
         if (threadIdx.x == 0) {
@@ -1412,17 +1441,29 @@ struct Tcgen05 {
             kittens::tensor_commit<1>(done[0]);
         }
     }
-    template <Form kForm, bool kClear> __device__ __forceinline__ void one_group(const uint8_t* a, const uint8_t* b) {
+    template <Form kForm, bool kClear> __device__ __forceinline__ void one_group(GroupSum& group_sum, const uint8_t* a, const uint8_t* b) {
         kittens::mma<kForm == Form::kAtB, kForm == Form::kABt, GroupSum, Tile<64>, Tile<64>, !kClear>(group_sum, tile_at<Tile<64>>(a), tile_at<Tile<64>>(b));
+    }
+    template <Form kForm> __device__ __forceinline__ void pairs(GroupSum& group_sum, const uint8_t* a, const uint8_t* b, bool clear) {
+        if (clear) one_group<kForm, true>(group_sum, a + kTileBytes, b);
+        else one_group<kForm, false>(group_sum, a + kTileBytes, b);
+        one_group<kForm, false>(group_sum, a, b + kTileBytes);
+        one_group<kForm, false>(group_sum, a, b);
     }
     template <Form kForm> __device__ __forceinline__ void start_exact(const uint8_t* a, const uint8_t* b) {
         if (threadIdx.x % 128 == 0) {
             asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
-            products_of_parts(a, b, [&](auto clear, const uint8_t* a_part, const uint8_t* b_part) { one_group<kForm, clear.value>(a_part, b_part); });
-            kittens::tensor_commit<1>(done[1 + threadIdx.x / 128]);
+            products_of_parts(a, b, [&](auto clear, const uint8_t* a_part, const uint8_t* b_part) { one_group<kForm, clear.value>(group_sums[0], a_part, b_part); });
         }
     }
-    template <Form kForm> __device__ __forceinline__ void start_registers(const Operand& a, const uint8_t* b, uint8_t* stage, bool clear) {
+    template <Form kForm> __device__ __forceinline__ void start_pairs(const uint8_t* a, const uint8_t* b, bool clear) {
+        if (threadIdx.x % 128 == 0) {
+            asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
+            pairs<kForm>(group_sums[0], a, b, clear);
+        }
+    }
+    template <Form kForm, int kFirst, int kCount> __device__ __forceinline__ void start_registers(const Operand& a, const uint8_t* b, uint8_t* stage, bool clear) {
+        if (stage_is_read) finish_group();
         const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll
         for (int s = 0; s < 4; ++s)
@@ -1437,16 +1478,16 @@ struct Tcgen05 {
         group_sync(threadIdx.x / 128);
         if (threadIdx.x % 128 == 0) {
             asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
-            if (clear) one_group<kForm, true>(stage + kTileBytes, b);
-            else one_group<kForm, false>(stage + kTileBytes, b);
-            one_group<kForm, false>(stage, b + kTileBytes);
-            one_group<kForm, false>(stage, b);
-            kittens::tensor_commit<1>(done[1 + threadIdx.x / 128]);
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) pairs<kForm>(group_sums[kFirst + i], stage, b + i * kPairBytes, clear);
         }
+        stage_is_read = true;
     }
     __device__ __forceinline__ void finish_group() {
+        if (threadIdx.x % 128 == 0) kittens::tensor_commit<1>(done[1 + threadIdx.x / 128]);
         kittens::wait(done[1 + threadIdx.x / 128], group_products & 1);
         ++group_products;
+        stage_is_read = false;
     }
     template <bool kClear> __device__ __forceinline__ void one(const uint8_t* a, const uint8_t* b) {
         kittens::mma<0, 0, Sum, Tile<128>, Tile<64>, !kClear>(sum, tile_at<Tile<128>>(a), tile_at<Tile<64>>(b));
@@ -1469,8 +1510,8 @@ struct Tcgen05 {
     __device__ __forceinline__ void read(Fragment& f) {
         fetch(f, [&](auto& t) { kittens::group<8>::load_async(t, sum); });
     }
-    __device__ __forceinline__ void read_group(Fragment& f) {
-        fetch(f, [&](auto& t) { kittens::warpgroup::load_async(t, group_sum); });
+    template <int kSum = 0> __device__ __forceinline__ void read_group(Fragment& f) {
+        fetch(f, [&](auto& t) { kittens::warpgroup::load_async(t, group_sums[kSum]); });
     }
     __device__ __forceinline__ void close() {
         __syncthreads();
@@ -1733,6 +1774,38 @@ __device__ __forceinline__ void store_triple(float4 (&x)[4], uint8_t* triple) {
                 = make_uint2(take_bf16(x[e].x, x[e].y), take_bf16(x[e].z, x[e].w));
 }
 
+// The two warpgroups' fragments of a 64 x 64 matrix added up, in order, in `own`, and these over the ranks, in order, in `total`; with one
+// rank `own` is the result. Returns the result. Whole block; others' `own` and this `total` must be free. Ends with a barrier.
+__device__ __forceinline__ const float* sum_fragments(const float2 (&sum)[8][2], float* own, float* total, uint32_t rank, uint32_t ranks) {
+    const int tid = threadIdx.x, lane = tid % 32, row = tid / 32 % 4 * 16 + lane / 4;
+    for (int g = 0; g < 2; ++g) {
+        if (g == tid / 128)
+#pragma unroll
+            for (int b = 0; b < 8; ++b)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    float2* const to = reinterpret_cast<float2*>(own + (row + 8 * half) * kPitch + 8 * b + lane % 4 * 2);
+                    const float2 old = g ? *to : make_float2(0, 0);
+                    *to = make_float2(old.x + sum[b][half].x, old.y + sum[b][half].y);
+                }
+        __syncthreads();
+    }
+    if (ranks == 1) return own;
+    cluster_sync();
+    for (int e = tid; e < 1024 / static_cast<int>(ranks); e += kThreads) {   // each rank adds up its share of rows and gives it to all
+        const int at = (rank * (64 / ranks) + e / 16) * kPitch + e % 16 * 4;
+        float4 t = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+        for (uint32_t q = 0; q < ranks; ++q) {
+            const float4 y = *reinterpret_cast<const float4*>(in_rank(own, q) + at);
+            t = make_float4(t.x + y.x, t.y + y.y, t.z + y.z, t.w + y.w);
+        }
+        for (uint32_t q = 0; q < ranks; ++q) *reinterpret_cast<float4*>(in_rank(total, q) + at) = t;
+    }
+    cluster_sync();
+    return total;
+}
+
 template <bool kAligned, class Product>
 __device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product, uint8_t* shared, long matrix, uint32_t rank, uint32_t ranks) {
     using S = GramShared;
@@ -1765,8 +1838,6 @@ __device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product,
         }
     };
     fetch(slab0);
-    for (int e = tid; e < 64 * 64; e += kThreads) copy_async_4(sVt + e / 64 * kPitch + e % 64, src + static_cast<long>(e / 64) * p.n + e % 64);
-    copy_async_commit();
 
     // G = P^T P. Each slab's products are summed on tensor cores, the slabs in float32 here.
     Fragment f;
@@ -1795,36 +1866,11 @@ __device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product,
     }
     __syncthreads();
     const int f_row = lane / 4, f_column = lane % 4 * 2, group_row = warp % 4 * 16 + f_row, my_row = Product::row_of_warp() + f_row;
-    for (int g = 0; g < 2; ++g) {                                           // the two warpgroups' sums, in order
-        if (g == group)
-#pragma unroll
-            for (int b = 0; b < 8; ++b)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    float2* const to = reinterpret_cast<float2*>(sR + (group_row + 8 * half) * kPitch + 8 * b + f_column);
-                    const float2 old = g ? *to : make_float2(0, 0);
-                    *to = make_float2(old.x + sum[b][half].x, old.y + sum[b][half].y);
-                }
-        if (g == 0) __syncthreads();
-    }
+    const float* const gram = sum_fragments(sum, sR, sM, rank, ranks);
+    for (int e = tid; e < 64 * 64; e += kThreads) copy_async_4(sVt + e / 64 * kPitch + e % 64, src + static_cast<long>(e / 64) * p.n + e % 64);
+    copy_async_commit();
     copy_async_wait<0>();
     __syncthreads();
-    const float* gram = sR;
-    if (ranks > 1) {                                                        // each rank adds up its share of rows and gives it to all
-        cluster_sync();
-        for (int e = tid; e < 1024 / static_cast<int>(ranks); e += kThreads) {
-            const int at = (rank * (64 / ranks) + e / 16) * kPitch + e % 16 * 4;
-            float4 t = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-            for (uint32_t q = 0; q < ranks; ++q) {
-                const float4 y = *reinterpret_cast<const float4*>(in_rank(sR, q) + at);
-                t = make_float4(t.x + y.x, t.y + y.y, t.z + y.z, t.w + y.w);
-            }
-            for (uint32_t q = 0; q < ranks; ++q) *reinterpret_cast<float4*>(in_rank(sM, q) + at) = t;
-        }
-        cluster_sync();
-        gram = sM;
-    }
     if (tid < 64) s_norm[tid] = sqrtf(gram[tid * kPitch + tid]);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {                                           // P_top to U's place; the rest of V_top^T
@@ -1987,63 +2033,269 @@ __device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product,
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// larfb: C -= V T^T (V^T C) on the trailing columns
+// A panel: the update by the panel before it, then its Gram factorization
 // ---------------------------------------------------------------------------------------------------------------------
-// A unit is 64 columns of C, all rows, and belongs to a warpgroup, which works on it alone; the two warpgroups of a block
+// The second panel of a pair is updated here, by the same blocks that factor it, tile after tile of 64 rows, each warpgroup its own:
+//   W = V^T C over all tiles, summed over warpgroups and ranks;   Y = T^T W;   C -= V Y
+// Rows are the ones each rank has as a panel, and the 64 rows above them, R's, which the first rank's second warpgroup takes.
+struct PanelUpdate {
+    const float* src;      // C and V start at row and column `col`; the panel is 64 columns right of it
+    float* dst;
+    const uint8_t* v_tiles;        // null: nothing to update
+    const uint8_t* t;
+    int col, row_blocks;
+};
+struct PanelUpdateShared {                                                  // byte offsets
+    static constexpr int kV = 0;                                            // per warpgroup two pairs; W's two sums between
+    static constexpr int kC = 4 * kPairBytes;                               // per warpgroup a pair of C; then T, and W and Y in its turn
+    static constexpr int kBytes = kC + 2 * kPairBytes;
+    static_assert(kBytes <= GramShared::kBytes && 2 * kGramMatrixBytes <= kC);
+};
+
+template <bool kAligned, class Product>
+__device__ __forceinline__ void update_panel(const PanelUpdate& p, int n, Product& product, uint8_t* shared, uint64_t* barriers, long matrix, uint32_t rank, uint32_t ranks) {
+    using S = PanelUpdateShared;
+    const int tid = threadIdx.x, lane = tid % 32, warp = __shfl_sync(0xffffffffu, tid / 32, 0), group = warp / 4, in_group = tid % 128;
+    uint8_t* const v_slots = shared + S::kV + group * 2 * kPairBytes;
+    uint8_t* const c_pair = shared + S::kC + group * kPairBytes;
+    uint64_t* const full = barriers + 2 * group;
+    uint64_t* const t_full = barriers + 4;
+    if (tid == 0) {
+        for (int i = 0; i < 5; ++i) barrier_init(barriers + i, kPairArrivals);
+        fence_async_proxy();
+    }
+    __syncthreads();
+    const int slabs = p.row_blocks / 2, slab0 = slabs * rank / ranks, slab1 = slabs * (rank + 1) / ranks;   // of 128 rows, below the first 64
+    const int extra = rank == 0 && group == 1;
+    const int count = extra + slab1 - slab0 - (group == 1 && slab1 == slabs && p.row_blocks % 2 == 0 && slab1 > slab0);
+    const auto tile_at = [&](int e) { return e < extra ? 0 : 2 * (slab0 + e - extra) + group + 1; };
+    const uint8_t* const v_tiles = p.v_tiles + matrix * p.row_blocks * kPairBytes;
+    // Fill number i of the warpgroup's slots goes to slot i % 2: first the tiles once for W, then once more for C.
+    const auto load_v = [&](int fill) {
+        const int e = fill < count ? fill : fill - count;
+        load_pair(v_slots + fill % 2 * kPairBytes, v_tiles + static_cast<long>(tile_at(e)) * kPairBytes, full + fill % 2);
+    };
+    const auto wait_v = [&](int fill) { barrier_wait(full + fill % 2, fill / 2 & 1); };
+    const long origin = (matrix * n + p.col) * n + p.col + kPanelWidth;
+    const int m = n - p.col;
+    const int c4 = in_group % 16 * 4, c_row = in_group / 16;
+    float4 x[8];
+    const auto fetch = [&](int e) {
+        const int row = 64 * tile_at(e) + c_row;
+        const float* at = p.src + origin + static_cast<long>(row) * n + c4;
+#pragma unroll
+        for (int i = 0; i < 8; ++i, at += 8l * n) {
+            x[i] = make_float4(0, 0, 0, 0);
+            if (e < count && row + 8 * i < m) x[i] = kAligned ? *reinterpret_cast<const float4*>(at) : make_float4(at[0], at[1], at[2], at[3]);
+        }
+    };
+    if (warp % 4 == 0)
+        for (int e = 0; e < min(count, 2); ++e) load_v(e);
+    fetch(0);
+#pragma unroll 1
+    for (int e = 0; e < count; ++e) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            uint2 high, low;
+            split_bf16(x[i].x, x[i].y, high.x, low.x);
+            split_bf16(x[i].z, x[i].w, high.y, low.y);
+            const int at = tile_offset(c_row + 8 * i, c4);
+            *reinterpret_cast<uint2*>(c_pair + at) = high;
+            *reinterpret_cast<uint2*>(c_pair + kTileBytes + at) = low;
+        }
+        fence_async_proxy();
+        group_sync(group);
+        wait_v(e);
+        product.template start_pairs<Form::kAtB>(v_slots + e % 2 * kPairBytes, c_pair, e == 0);
+        if (Product::kAsync) fetch(e + 1);
+        product.finish_group();
+        if (!Product::kAsync) fetch(e + 1);
+        group_sync(group);
+        if (warp % 4 == 0 && e + 2 < count) load_v(e + 2);
+    }
+    Fragment f;
+    product.read_group(f);
+    if (count == 0)
+#pragma unroll
+        for (int i = 0; i < 16; ++i) f.v[i / 2][i % 2] = make_float2(0, 0);
+    __syncthreads();
+    if (warp == 0) load_pair(shared + S::kC, p.t + matrix * kPairBytes, t_full);
+    const float* const w = sum_fragments(f.v, reinterpret_cast<float*>(shared), reinterpret_cast<float*>(shared + kGramMatrixBytes), rank, ranks);
+    uint8_t* const y_pair = shared + S::kC + kPairBytes;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {                                           // W in two parts
+        const int i = tid / 16 + 16 * e, j = tid % 16 * 4;
+        const float4 y = *reinterpret_cast<const float4*>(w + i * kPitch + j);
+        uint2 high, low;
+        split_bf16(y.x, y.y, high.x, low.x);
+        split_bf16(y.z, y.w, high.y, low.y);
+        *reinterpret_cast<uint2*>(y_pair + tile_offset(i, j)) = high;
+        *reinterpret_cast<uint2*>(y_pair + kTileBytes + tile_offset(i, j)) = low;
+    }
+    fence_async_proxy();
+    __syncthreads();
+    if (warp % 4 == 0)
+        for (int e = 0; e < min(count, 2); ++e) load_v(count + e);
+    if (group == 0) {
+        barrier_wait(t_full, 0);
+        product.template start_pairs<Form::kAtB>(shared + S::kC, y_pair, true);
+        product.finish_group();
+        product.read_group(f);
+        group_sync(group);                                                  // W is read: Y takes its place
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int b = 0; b < 8; ++b) {
+                uint32_t high, low;
+                split_bf16(f.v[b][half].x, f.v[b][half].y, high, low);
+                uint8_t* const to = y_pair + tile_offset(warp * 16 + lane / 4 + 8 * half, 8 * b + lane % 4 * 2);
+                *reinterpret_cast<uint32_t*>(to) = high;
+                *reinterpret_cast<uint32_t*>(to + kTileBytes) = low;
+            }
+        fence_async_proxy();
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int e = 0; e < count; ++e) {
+        const int row = 64 * tile_at(e) + warp % 4 * 16 + lane / 4;
+        const long at = origin + static_cast<long>(row) * n + lane % 4 * 2;
+        wait_v(count + e);
+        product.template start_pairs<Form::kAB>(v_slots + (count + e) % 2 * kPairBytes, y_pair, true);
+        float2 c[8][2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int b = 0; b < 8; ++b) {
+                const float* const from = p.src + at + 8l * half * n + 8 * b;
+                c[b][half] = make_float2(0, 0);
+                if (row + 8 * half < m) c[b][half] = kAligned ? *reinterpret_cast<const float2*>(from) : make_float2(from[0], from[1]);
+            }
+        product.finish_group();
+        product.read_group(f);
+        group_sync(group);
+        if (warp % 4 == 0 && e + 2 < count) load_v(count + e + 2);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int b = 0; b < 8; ++b)
+                if (row + 8 * half < m) {
+                    float* const to = p.dst + at + 8l * half * n + 8 * b;
+                    const float2 y = make_float2(c[b][half].x - f.v[b][half].x, c[b][half].y - f.v[b][half].y);
+                    if (kAligned) *reinterpret_cast<float2*>(to) = y;
+                    else { to[0] = y.x; to[1] = y.y; }
+                }
+    }
+    if (ranks > 1) cluster_sync();                                          // every rank reads the panel's first rows
+    else __syncthreads();
+}
+
+constexpr int kPanelSharedBytes = GramShared::kBytes + 128;
+template <class Product, bool kAligned>
+__global__ void __launch_bounds__(kThreads, 2) panel_kernel(const PanelUpdate update, const PanelArgs p) {
+    extern __shared__ __align__(1024) uint8_t shared[];
+    uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + GramShared::kBytes);
+    Product product(barriers, reinterpret_cast<uint32_t*>(barriers + 6));
+    uint32_t rank = 0, ranks = 1;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
+#endif
+    const long matrix = blockIdx.x / ranks;
+    if (update.v_tiles) update_panel<kAligned>(update, p.n, product, shared, barriers + 7, matrix, rank, ranks);
+    if (p.redo) gram_panel<kAligned>(p, product, shared, matrix, rank, ranks);
+    product.close();
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// larfb: C -= V T^T (V^T C) on the trailing columns, V of one panel or of a pair
+// ---------------------------------------------------------------------------------------------------------------------
+// A unit is 64 columns of C, all rows, and belongs to a warpgroup, which works on it alone; the warpgroups of a block
 // share V and T in shared memory. The roles of rows and columns are swapped, so that C passes from memory through registers
 // into the products' left operand and back, and never through shared memory:
 //   1. W^T = C^T V     tile after tile of 64 rows, C split in registers
 //   2. Y^T = W^T T     W^T becomes the left operand where it lies
 //   3. C^T -= Y^T V^T  tiles in reverse order: the last ones are still in L2. Each thread meets the entries of C it had in 1.
+// A pair's T is never formed: with S = V1^T V2, Y1^T = W1^T T1 and Y2^T = (W2^T - Y1^T S) T2. The block makes S from V's tiles
+// before its first unit (step 0, tiles in reverse order).
 // A thread's columns: two neighbours, 16 w + 2 (l / 4) of its warp w and lane l, as the products' rows l / 4 and l / 4 + 8. Its rows of a tile:
 // 16 s + 2 (l % 4) + 0, 1, 8, 9.
 // Rows are dealt to a cluster's blocks, whose partial W^T meet in shared memory (each block adds up its share in rank
-// order and gives it to all). A block keeps up to 4 tiles of V; with more rows than that the slots are refilled on the way.
-// Shared memory: V (slots pairs), T (a pair), per warpgroup 16 KiB for the meeting, barriers.
+// order and gives it to all). A block keeps `slots` tiles of V; with more rows than that the slots are refilled on the way.
+// Shared memory: V (slots pairs of each panel), T of each panel, S, per warpgroup 16 KiB for the meeting, barriers.
 struct LarfbArgs {
     const float* src;
     float* dst;
-    const uint8_t* v_tiles;
-    const uint8_t* t;
-    int n, col, row_blocks, slots;
+    const uint8_t* v_tiles[2];     // of the panel at `col` and of the one right of it
+    const uint8_t* t[2];
+    int n, col, row_blocks, units, chunks, slots;      // chunks: clusters that share a matrix's units
 };
-constexpr int kLarfbGroups = 2, kLarfbSlots = 4;                            // warpgroups of a block; at most: tiles of V in its shared memory
-constexpr int larfb_shared_bytes(int slots) { return (slots + 1 + kLarfbGroups) * kPairBytes + 8 * (2 * slots + 1 + 2 * kLarfbGroups); }
+constexpr int kLarfbGroups = 3, kLarfbThreads = 128 * kLarfbGroups, kLarfbSlots = 8;   // warpgroups of a block; at most: tiles of V in its shared memory
+// staged: 16 KiB for each warpgroup, that clusters meet in and that some products need.
+constexpr int larfb_shared_bytes(int panels, int slots, bool staged) {
+    return 1024 + (slots * panels + 2 * panels - 1 + (staged ? kLarfbGroups : 0)) * kPairBytes;
+}
 
-// Units unit0 .. unit1 of one matrix, by the blocks of a cluster.
-template <bool kEven, class Product>
-__device__ __forceinline__ void larfb(const LarfbArgs& p, Product& product, uint8_t* shared, long matrix, int unit0, int unit1, uint32_t rank, uint32_t ranks) {
-    const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, group = tid / 128, in_group = tid % 128;
-    uint8_t* const sT = shared + p.slots * kPairBytes;
-    uint8_t* const stage = sT + (1 + group) * kPairBytes;
-    uint64_t* const full = reinterpret_cast<uint64_t*>(sT + (1 + kLarfbGroups) * kPairBytes);    // slot s has been loaded
-    uint64_t* const released = full + p.slots;                              // slot s has been read by all warps
-    uint64_t* const t_full = released + p.slots;
+template <class Product, int kPanels, bool kEven>
+__global__ void __launch_bounds__(kLarfbThreads, 1) larfb_kernel(const LarfbArgs p) {
+    extern __shared__ __align__(1024) uint8_t shared[];
+    constexpr int kSlotBytes = kPanels * kPairBytes;
+    const int tid = threadIdx.x, lane = tid % 32, warp = __shfl_sync(0xffffffffu, tid / 32, 0), group = warp / 4, in_group = tid % 128;
+    uint32_t rank = 0, ranks = 1;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
+#endif
+    uint64_t* const full = reinterpret_cast<uint64_t*>(shared);             // slot s has been loaded
+    uint64_t* const released = full + kLarfbSlots;                          // slot s has been read by all warps
+    uint64_t* const t_full = released + kLarfbSlots;
     uint64_t* const met = t_full + 1 + 2 * group;                           // one arrival from each rank
+    uint64_t* const done = t_full + 1 + 2 * kLarfbGroups;
+    Product product(done, reinterpret_cast<uint32_t*>(done + 5));
+    uint8_t* const slots = shared + 1024;
+    uint8_t* const sT = slots + p.slots * kSlotBytes;                       // T1, T2, S
+    uint8_t* const sS = sT + kPanels * kPairBytes;
+    uint8_t* const stage = sT + (2 * kPanels - 1 + group) * kPairBytes;
+    const int chunk = blockIdx.x / ranks % p.chunks, unit1 = static_cast<long>(p.units) * (chunk + 1) / p.chunks;
+    const long matrix = blockIdx.x / ranks / p.chunks;
     const int tile0 = static_cast<long>(p.row_blocks) * rank / ranks, tiles = static_cast<long>(p.row_blocks) * (rank + 1) / ranks - tile0;
     const int row0 = p.col + 64 * tile0, rows = min(64 * tiles, p.n - row0);
-    const uint8_t* const v_tiles = p.v_tiles + (matrix * p.row_blocks + tile0) * kPairBytes;
-    const bool refills = (p.row_blocks + ranks - 1) / ranks > p.slots;       // on some rank: the cluster goes together
+    const bool refills = (p.row_blocks + ranks - 1) / ranks > p.slots;      // on some rank: the cluster goes together
 
     if (tid == 0) {
-        for (int s = 0; s < p.slots; ++s) { barrier_init(full + s, kPairArrivals); barrier_init(released + s, 4 * kLarfbGroups); }
-        barrier_init(t_full, kPairArrivals);
+        for (int s = 0; s < p.slots; ++s) { barrier_init(full + s, kPanels * kPairArrivals); barrier_init(released + s, 4 * kLarfbGroups); }
+        barrier_init(t_full, kPanels * kPairArrivals);
         for (int i = 0; i < 2 * kLarfbGroups; ++i) barrier_init(t_full + 1 + i, ranks);
         fence_async_proxy();
     }
     if (ranks > 1) cluster_sync();
     else __syncthreads();
+    const auto load_tile = [&](int slot, int t) {                           // a warp's
+        uint8_t* const to = slots + slot * kSlotBytes;
+        load_pair(to, p.v_tiles[0] + (matrix * p.row_blocks + tile0 + t) * kPairBytes, full + slot);
+        if (kPanels == 2) {
+            if (tile0 + t > 0) {
+                load_pair(to + kPairBytes, p.v_tiles[1] + (matrix * (p.row_blocks - 1) + tile0 + t - 1) * kPairBytes, full + slot);
+            } else {                                                        // V2 is zero above its panel
+                for (int at = 16 * lane; at < kPairBytes; at += 512) *reinterpret_cast<uint4*>(to + kPairBytes + at) = make_uint4(0, 0, 0, 0);
+                fence_async_proxy();
+                __syncwarp();
+                if (lane < kPairArrivals) barrier_arrive(full + slot);
+            }
+        }
+    };
     if (warp == 0) {
-        for (int t = 0; t < min(tiles, p.slots); ++t) load_pair(shared + t * kPairBytes, v_tiles + static_cast<long>(t) * kPairBytes, full + t);
-        load_pair(sT, p.t + matrix * kPairBytes, t_full);
+        const int lowest = kPanels == 2 ? max(0, tiles - p.slots) : 0;      // step 0 begins with the last tiles
+        for (int t = lowest; t < min(tiles, lowest + p.slots); ++t) load_tile(t % p.slots, t);
+#pragma unroll
+        for (int i = 0; i < kPanels; ++i) load_pair(sT + i * kPairBytes, p.t[i] + matrix * kPairBytes, t_full);
     }
 
-    int unit = unit0 + group;
+    int unit = static_cast<long>(p.units) * chunk / p.chunks + group;
     int left = 0;                                                           // rows of C from the thread's first one to the end
     bool pair = true;                                                       // the thread's second column is still C's
     long origin = 0;                                                        // the thread's first entry in tile 0
     auto place = [&](int u) {
-        const int column = p.col + kPanelWidth + 64 * u + warp % 4 * 16 + lane / 4 * 2;
+        const int column = p.col + kPanels * kPanelWidth + 64 * u + warp % 4 * 16 + lane / 4 * 2;
         origin = (matrix * p.n + row0 + lane % 4 * 2) * p.n + column;
         left = u < unit1 && column < p.n ? rows - lane % 4 * 2 : 0;
         if (!kEven) pair = column + 1 < p.n;
@@ -2079,7 +2331,7 @@ __device__ __forceinline__ void larfb(const LarfbArgs& p, Product& product, uint
         if (warp == 0) {
             barrier_wait(released + slot, released_parity >> slot & 1);
             released_parity ^= 1u << slot;
-            load_pair(shared + slot * kPairBytes, v_tiles + static_cast<long>(next) * kPairBytes, full + slot);
+            load_tile(slot, next);
         }
     };
     int met_parity = 0;
@@ -2113,13 +2365,72 @@ __device__ __forceinline__ void larfb(const LarfbArgs& p, Product& product, uint
         group_sync(group);
     };
 
+    // 0. -S = -V1^T V2: each warpgroup every third tile, then summed over them and over the ranks
+    if constexpr (kPanels == 2) {
+        Fragment f;
+        bool clear = true;
+#pragma unroll 1
+        for (int t = tiles - 1, slot = t % p.slots; t >= 0; --t, slot = slot ? slot - 1 : p.slots - 1) {
+            wait_for(slot);
+            if (t % kLarfbGroups == group) {
+                product.template start_pairs<Form::kAtB>(slots + slot * kSlotBytes, slots + slot * kSlotBytes + kPairBytes, clear);
+                product.finish_group();
+                clear = false;
+            }
+            if (t >= p.slots) release(slot, t - p.slots);
+        }
+        float4* const sum = reinterpret_cast<float4*>(sS);
+        for (int g = 0; g < kLarfbGroups; ++g) {
+            if (g == group) {
+                if (!clear) product.read_group(f);
+#pragma unroll
+                for (int b = 0; b < 8; ++b) {
+                    float4 total = g ? sum[128 * b + in_group] : make_float4(0, 0, 0, 0);
+                    if (!clear) total = make_float4(total.x + f.v[b][0].x, total.y + f.v[b][0].y, total.z + f.v[b][1].x, total.w + f.v[b][1].y);
+                    sum[128 * b + in_group] = total;
+                }
+            }
+            __syncthreads();
+        }
+        if (ranks > 1) cluster_sync();
+        if (group == 0) {
+#pragma unroll
+            for (int b = 0; b < 8; ++b) {
+                float4 total = make_float4(0, 0, 0, 0);
+                for (uint32_t q = 0; q < ranks; ++q) {
+                    const float4 x = in_rank(sum, q)[128 * b + in_group];
+                    total = make_float4(total.x + x.x, total.y + x.y, total.z + x.z, total.w + x.w);
+                }
+                f.v[b][0] = make_float2(total.x, total.y);
+                f.v[b][1] = make_float2(total.z, total.w);
+            }
+        }
+        if (ranks > 1) cluster_sync();
+        else __syncthreads();
+        if (group == 0) {
+#pragma unroll
+            for (int b = 0; b < 8; ++b)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    uint32_t high, low;
+                    split_bf16(-f.v[b][half].x, -f.v[b][half].y, high, low);
+                    uint8_t* const to = sS + tile_offset(warp * 16 + lane / 4 + 8 * half, 8 * b + lane % 4 * 2);
+                    *reinterpret_cast<uint32_t*>(to) = high;
+                    *reinterpret_cast<uint32_t*>(to + kTileBytes) = low;
+                }
+            fence_async_proxy();
+        }
+        __syncthreads();
+    }
+    const int first_unit = unit - group;
     place(unit);
     fetch_tile(0);
-    Operand a;
-    Fragment f;
 #pragma unroll 1
-    for (bool first = true; unit - group < unit1; unit += kLarfbGroups, first = false) {
+    for (; unit - group < unit1; unit += kLarfbGroups) {
         if (unit >= unit1 && !refills) break;                               // with refills every warp takes part to the end
+        const bool first = unit - group == first_unit;
+        Operand a, a2;
+        Fragment f;
         // 1. W^T = C^T V
 #pragma unroll 1
         for (int t = 0, slot = 0; t < tiles; ++t, slot = slot + 1 < p.slots ? slot + 1 : 0) {
@@ -2133,8 +2444,8 @@ __device__ __forceinline__ void larfb(const LarfbArgs& p, Product& product, uint
                 }
                 if (t + 1 < tiles) fetch(ahead, left - 64 * (t + 1) - 16 * s, c[s]);   // the last tile's C stays for step 3
             }
-            if (first || t >= p.slots) wait_for(slot);
-            product.template start_registers<Form::kAB>(a, shared + slot * kPairBytes, stage, t == 0);
+            if ((kPanels == 1 && first) || t >= p.slots) wait_for(slot);
+            product.template start_registers<Form::kAB, 0, kPanels>(a, slots + slot * kSlotBytes, stage, t == 0);
             product.finish_group();
             if (t + p.slots < tiles) release(slot, t + p.slots);
         }
@@ -2142,16 +2453,32 @@ __device__ __forceinline__ void larfb(const LarfbArgs& p, Product& product, uint
         if (ranks > 1) meet(f);
         // 2. Y^T = W^T T
         split(a, f);
+        uint8_t* t1 = sT;
+        asm volatile("" : "+l"(t1));                                        // or operands' descriptors are made before the loop, and spilled
         if (first) barrier_wait(t_full, 0);
-        product.template start_registers<Form::kAB>(a, sT, stage, true);
+        product.template start_registers<Form::kAB, 0, 1>(a, t1, stage, true);
         product.finish_group();
         product.read_group(f);
         split(a, f);
+        if constexpr (kPanels == 2) {
+            if (rank == 0) {                                                // once for all ranks' parts of W2
+                product.template start_registers<Form::kAB, 1, 1>(a, t1 + 2 * kPairBytes, stage, false);
+                product.finish_group();
+            }
+            product.template read_group<1>(f);
+            if (ranks > 1) meet(f);
+            split(a2, f);
+            product.template start_registers<Form::kAB, 1, 1>(a2, t1 + kPairBytes, stage, true);
+            product.finish_group();
+            product.template read_group<1>(f);
+            split(a2, f);
+        }
         // 3. C^T -= Y^T V^T
 #pragma unroll 1
         for (int t = tiles - 1, slot = t % p.slots; t >= 0; --t, slot = slot ? slot - 1 : p.slots - 1) {
             if (t < tiles - p.slots) wait_for(slot);
-            product.template start_registers<Form::kABt>(a, shared + slot * kPairBytes, stage, true);
+            product.template start_registers<Form::kABt, 0, 1>(a, slots + slot * kSlotBytes, stage, true);
+            if constexpr (kPanels == 2) product.template start_registers<Form::kABt, 0, 1>(a2, slots + slot * kSlotBytes + kPairBytes, stage, false);
             product.finish_group();
             product.read_group(f);
             if (t >= p.slots) release(slot, t - p.slots);
@@ -2172,47 +2499,6 @@ __device__ __forceinline__ void larfb(const LarfbArgs& p, Product& product, uint
         place(unit + kLarfbGroups);
         fetch_tile(0);
     }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// A step: one panel's update, and the next panel beside it
-// ---------------------------------------------------------------------------------------------------------------------
-// The first `batch` clusters, if there is a next panel, update its columns (unit 0) and factor it at once, while the others update
-// the rest: the panel's chain hides behind the update. Both read V and T of the panel before and none writes what another
-// reads. Two blocks per multiprocessor.
-struct StepArgs {
-    LarfbArgs update;      // v_tiles null: the first panel, nothing to update
-    PanelArgs panel;       // redo null: no next panel, or not by its Gram matrix
-    int batch, units, chunks;      // chunks: clusters that share a matrix's other units
-};
-constexpr int step_shared_bytes(int slots) { return (GramShared::kBytes > larfb_shared_bytes(slots) ? GramShared::kBytes : larfb_shared_bytes(slots)) + 64; }
-static_assert(2 * (step_shared_bytes(kLarfbSlots) + 1024) <= 228 * 1024, "two blocks per multiprocessor");
-
-template <class Product, bool kAligned>
-__global__ void __launch_bounds__(kThreads, 2) step_kernel(const StepArgs p) {
-    extern __shared__ __align__(1024) uint8_t shared[];
-    uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + step_shared_bytes(p.update.slots) - 64);
-    Product product(barriers, reinterpret_cast<uint32_t*>(barriers + 6));
-    uint32_t rank = 0, ranks = 1;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
-#endif
-    const bool has_panel = p.panel.redo;
-    const int cluster = blockIdx.x / ranks, other = has_panel ? cluster - p.batch : cluster;
-    const bool is_panel = other < 0;
-    const int first = has_panel ? 1 : 0, chunk = other % p.chunks;
-    const long matrix = is_panel ? cluster : other / p.chunks;
-    if (p.update.v_tiles) {
-        const int unit0 = is_panel ? 0 : first + static_cast<long>(p.units - first) * chunk / p.chunks;
-        const int unit1 = is_panel ? 1 : first + static_cast<long>(p.units - first) * (chunk + 1) / p.chunks;
-        larfb<kAligned>(p.update, product, shared, matrix, unit0, unit1, rank, ranks);
-        if (is_panel) {                                                     // its columns are updated, by all ranks
-            if (ranks > 1) cluster_sync();
-            else __syncthreads();
-        }
-    }
-    if (is_panel) gram_panel<kAligned>(p.panel, product, shared, matrix, rank, ranks);
     product.close();
 }
 
@@ -2221,7 +2507,7 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const StepArgs p) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Everything goes to the default queue, in order. Errors come back as a text that names the kernel; nothing is printed.
 enum Backend { kMma = 0, kWgmma = 1, kTcgen05 = 2 };
-constexpr int kStepInts = 7;
+constexpr int kStepInts = 10;
 enum StepKind { kWhole = 0, kPanel = 1, kClusterPanel = 2, kTallPanel = 3 };
 
 namespace {
@@ -2277,42 +2563,56 @@ template <int R> void geqr2_cluster(Launcher& launch, const PanelArgs& p, int ba
     using Shape = Geqr2ClusterShape<R>;
     launch("geqr2_cluster_kernel", geqr2_cluster_kernel<R>, static_cast<long>(batch) * ranks, Shape::kThreads, Shape::kSmemBytes, ranks, p);
 }
-template <class Product> void step(Launcher& launch, const StepArgs& p, int ranks) {
-    const long clusters = (p.panel.redo ? p.batch : 0) + (p.update.v_tiles ? static_cast<long>(p.batch) * p.chunks : 0);
-    launch("step_kernel", p.panel.n % 4 ? step_kernel<Product, false> : step_kernel<Product, true>, clusters * ranks, kThreads,
-           step_shared_bytes(p.update.slots), ranks, p);
+template <class Product> void panel(Launcher& launch, const PanelUpdate& update, const PanelArgs& p, int batch, int ranks) {
+    launch("panel_kernel", p.n % 4 ? panel_kernel<Product, false> : panel_kernel<Product, true>, static_cast<long>(batch) * ranks, kThreads, kPanelSharedBytes, ranks, update, p);
 }
-void step(Launcher& launch, const StepArgs& p, int ranks, int backend) {
+void panel(Launcher& launch, const PanelUpdate& update, const PanelArgs& p, int batch, int ranks, int backend) {
 #if defined(KITTENS_HOPPER)
-    if (backend == kWgmma) return step<Wgmma>(launch, p, ranks);
+    if (backend == kWgmma) return panel<Wgmma>(launch, update, p, batch, ranks);
 #endif
 #if defined(KITTENS_BLACKWELL)
-    if (backend == kTcgen05) return step<Tcgen05>(launch, p, ranks);
+    if (backend == kTcgen05) return panel<Tcgen05>(launch, update, p, batch, ranks);
 #endif
-    step<MmaSync>(launch, p, ranks);
+    panel<MmaSync>(launch, update, p, batch, ranks);
+}
+template <class Product, int kPanels> void larfb(Launcher& launch, const LarfbArgs& p, int batch, int ranks) {
+    launch("larfb_kernel", p.n % 2 ? larfb_kernel<Product, kPanels, false> : larfb_kernel<Product, kPanels, true>, static_cast<long>(batch) * p.chunks * ranks,
+           kLarfbThreads, larfb_shared_bytes(kPanels, p.slots, Product::kStaged || ranks > 1), ranks, p);
+}
+template <class Product> void larfb(Launcher& launch, const LarfbArgs& p, int batch, int ranks, int panels) {
+    if (panels == 2) larfb<Product, 2>(launch, p, batch, ranks);
+    else larfb<Product, 1>(launch, p, batch, ranks);
+}
+void larfb(Launcher& launch, const LarfbArgs& p, int batch, int ranks, int panels, int backend) {
+#if defined(KITTENS_HOPPER)
+    if (backend == kWgmma) return larfb<Wgmma>(launch, p, batch, ranks, panels);
+#endif
+#if defined(KITTENS_BLACKWELL)
+    if (backend == kTcgen05) return larfb<Tcgen05>(launch, p, batch, ranks, panels);
+#endif
+    larfb<MmaSync>(launch, p, batch, ranks, panels);
 }
 }  // namespace
 
-// Factors A (batch x n x n, row-major) into H and tau. steps: count x (kind, first column, R, ranks of the column-by-column
-// kernel; of the panel's update and the next panel: ranks, chunks, slots), in order of columns; first_ranks: of the first panel alone, or 0.
+// Factors A (batch x n x n, row-major) into H and tau. steps: count x (kind, first column, R and ranks of the column-by-column kernel; whether
+// it is for declined matrices only, ranks of the panel kernel; panels whose update follows, its ranks, chunks, slots), in order of columns.
+// A step after one with no update to follow updates its panel itself.
 // work: qr_work_bytes(batch, n) bytes, 128-byte aligned; unused when the only step is kWhole. Returns null or an error text.
-extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work, int batch, int n, const int* steps, int count, int first_ranks, int backend) {
+extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work, int batch, int n, const int* steps, int count, int backend) {
     Launcher launch;
-    // Panels take turns with two sets of V tiles and T: the next panel writes while the update reads.
+    // Panels take turns with two sets of V tiles and T.
     const long v_bytes = static_cast<long>(batch) * ((n + 63) / 64) * kPairBytes, t_bytes = static_cast<long>(batch) * kPairBytes;
     uint8_t* const base = static_cast<uint8_t*>(work);
     int* const redo = reinterpret_cast<int*>(base + 2 * (v_bytes + t_bytes));
     const auto panel_at = [&](int i) {
-        const int col = steps[i * kStepInts + 1];
+        const int* const values = steps + i * kStepInts;
         uint8_t* const set = base + i % 2 * (v_bytes + t_bytes);
-        return PanelArgs{col ? H : A, H, tau, set + t_bytes, set, first_ranks ? redo : nullptr, n, col, (n - col + 63) / 64};
+        return PanelArgs{values[1] ? H : A, H, tau, set + t_bytes, set, values[4] ? redo : nullptr, n, values[1], (n - values[1] + 63) / 64};
     };
-    if (first_ranks) step(launch, {{A, H, nullptr, nullptr, n, 0, 0, 1}, panel_at(0), batch, 0, 1}, first_ranks, backend);
     for (int i = 0; i < count && !launch.error; ++i) {
         const int *const values = steps + i * kStepInts, kind = values[0], R = values[2], ranks = values[3];
-        PanelArgs p = panel_at(i);
+        const PanelArgs p = panel_at(i);
         if (kind == kWhole) {
-            p.redo = nullptr;
             switch (R) {
                 case 4: geqr2_whole<1>(launch, p, batch); break;
                 case 8: geqr2_whole<2>(launch, p, batch); break;
@@ -2330,6 +2630,14 @@ extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work
             }
             continue;
         }
+        const bool updated = i && !values[6 - kStepInts];                   // the panel before left its update to this one
+        PanelUpdate update = {};
+        PanelArgs before = p;
+        if (updated) {
+            before = panel_at(i - 1);
+            update = {before.src, H, before.v_tiles, before.t, before.col, before.row_blocks};
+        }
+        if (updated || p.redo) panel(launch, update, p, batch, values[5], backend);
         if (kind == kPanel) {
             switch (R) {
                 case 8: geqr2<8, 8, 8>(launch, p, batch); break;
@@ -2347,9 +2655,11 @@ extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work
                 default: return "qr_geqrf: no cluster kernel for this number of rows";
             }
         }
-        PanelArgs next = panel_at(i + 1);
-        if (values[kStepInts] == kWhole) next.redo = nullptr;
-        step(launch, {{p.src, H, p.v_tiles, p.t, n, p.col, p.row_blocks, values[6]}, next, batch, p.row_blocks - 1, values[5]}, values[4], backend);
+        if (values[6] == 2)
+            larfb(launch, {before.src, H, {before.v_tiles, p.v_tiles}, {before.t, p.t}, n, before.col, before.row_blocks, p.row_blocks - 1, values[8], values[9]},
+                  batch, values[7], 2, backend);
+        if (values[6] == 1)
+            larfb(launch, {p.src, H, {p.v_tiles}, {p.t}, n, p.col, p.row_blocks, p.row_blocks - 1, values[8], values[9]}, batch, values[7], 1, backend);
     }
     return launch.error;
 }
@@ -2388,23 +2698,23 @@ CPP_SOURCE = r"""
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/utils/pybind.h>
 
-extern "C" const char* qr_geqrf(const float*, float*, float*, void*, int, int, const int*, int, int, int);
+extern "C" const char* qr_geqrf(const float*, float*, float*, void*, int, int, const int*, int, int);
 extern "C" long qr_work_bytes(int, int);
 extern "C" int qr_resident_clusters(int);
 
 // A: batch x n x n, float32, CUDA, contiguous; steps: the plan's, flattened to 32-bit integers. Returns H, tau. Work space: 512 bytes a row of
 // A and 32 KiB a matrix, from torch's allocator.
-std::tuple<at::Tensor, at::Tensor> geqrf(const at::Tensor& A, const pybind11::bytes& steps, int first_ranks, int backend) {
+std::tuple<at::Tensor, at::Tensor> geqrf(const at::Tensor& A, const pybind11::bytes& steps, int backend) {
     const c10::DeviceGuard guard(A.device());
     const auto options = A.options().requires_grad(false);
-    const int batch = A.size(0), n = A.size(1), count = PYBIND11_BYTES_SIZE(steps.ptr()) / (7 * sizeof(int));
+    const int batch = A.size(0), n = A.size(1), count = PYBIND11_BYTES_SIZE(steps.ptr()) / (10 * sizeof(int));
     // The kernels load 16 bytes at a time; a view may start anywhere.
     const at::Tensor aligned = reinterpret_cast<uintptr_t>(A.const_data_ptr()) % 16 ? A.clone() : A;
     at::Tensor H = at::empty(A.sizes(), options), tau = at::empty({batch, n}, options), work;
     if (count > 1) work = at::empty({qr_work_bytes(batch, n)}, options.dtype(at::kByte));
     const char* error = qr_geqrf(aligned.const_data_ptr<float>(), H.mutable_data_ptr<float>(), tau.mutable_data_ptr<float>(),
                                  count > 1 ? work.mutable_data_ptr() : nullptr, batch, n,
-                                 reinterpret_cast<const int*>(PYBIND11_BYTES_AS_STRING(steps.ptr())), count, first_ranks, backend);
+                                 reinterpret_cast<const int*>(PYBIND11_BYTES_AS_STRING(steps.ptr())), count, backend);
     TORCH_CHECK(!error, error);
     return {H, tau};
 }
@@ -2539,7 +2849,7 @@ def prove(extension, backend: str, info: DeviceInfo, index: int) -> None:
     n = 260
     A = torch.randn(2, n, n, generator=torch.Generator().manual_seed(1)).to(torch.device("cuda", index))
     route = plan(2, n, info, backend)
-    H, tau = extension.geqrf(A, _flat(route), route.first_ranks, BACKENDS[backend])
+    H, tau = extension.geqrf(A, _flat(route), BACKENDS[backend])
     Q = torch.linalg.householder_product(H.double(), tau.double())
     residual = ((Q.mT @ A.double() - H.double().triu()).abs().sum(1).amax() / A.double().abs().sum(1).amax()).item()
     if not residual < n * torch.finfo(torch.float32).eps:
@@ -2638,7 +2948,7 @@ def _flat(route: Plan) -> bytes:
 @functools.lru_cache(maxsize=1024)
 def _route(index: int, batch: int, n: int) -> tuple[Plan, bytes, object, int]:
     choice = choose_backend(index)
-    route = Plan("geqrf", (), 0, choice.reason) if choice.extension is None else plan(batch, n, choice.info, choice.name)
+    route = Plan("geqrf", (), choice.reason) if choice.extension is None else plan(batch, n, choice.info, choice.name)
     return route, _flat(route), choice.extension, BACKENDS.get(route.backend, -1)
 
 
@@ -2646,7 +2956,7 @@ def plan_for(A: torch.Tensor) -> Plan:
     """The route that `custom_kernel(A)` takes, for a tensor that it accepts."""
     _check(A)
     if not A.is_cuda:
-        return Plan("geqrf", (), 0, f"A is on {A.device}")
+        return Plan("geqrf", (), f"A is on {A.device}")
     return _route(A.device.index, A.shape[0], A.shape[1])[0]
 
 
@@ -2676,7 +2986,7 @@ def custom_kernel(data: input_t) -> output_t:
     route, steps, extension, backend = _route(data.device.index, data.shape[0], data.shape[1])
     if not steps:
         return tuple(torch.geqrf(data))
-    return extension.geqrf(data.contiguous(), steps, route.first_ranks, backend)
+    return extension.geqrf(data.contiguous(), steps, backend)
 
 
 # =====================================================================================================================

@@ -2,9 +2,8 @@
 
     python benchmarks/stages.py [--shape 640x512 ...] [--calls 5]
 
-Per shape (batch x n) and kernel: launches a call, microseconds a call, microseconds of the first two launches. The step kernel's
-first launch is the first panel alone, its second the widest update (n rows, 64 columns of V) with the next panel beside it; of that
-one also GB/s of C, read once and written once, and TFLOP/s with the three products of the 3-split counted. Medians over the
+Per shape (batch x n) and kernel: launches a call, microseconds a call, microseconds of the first three launches. Of larfb's first launch
+also GB/s of C, read once and written once, and TFLOP/s with the three products of the 3-split counted. Medians over the
 calls; L2 is cleared before each.
 """
 import argparse
@@ -38,7 +37,7 @@ def launches(A: torch.Tensor) -> list[tuple[str, float]]:
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as record:
         custom_kernel(A)
         torch.cuda.synchronize()
-    events = [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA and "_kernel" in e.name and ("geqr2" in e.name or "step" in e.name)]
+    events = [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA and "_kernel" in e.name and any(k in e.name for k in ("geqr2", "panel", "larfb"))]
     events.sort(key=lambda e: e.time_range.start)
     return [(e.name.removeprefix("void ").split("<")[0].split("(")[0], e.device_time) for e in events]
 
@@ -61,20 +60,21 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.exit(1, "stages.py: torch sees no CUDA device\n")
     table = rich.table.Table(title=torch.cuda.get_device_name(), title_justify="left", box=rich.box.SIMPLE_HEAD)
-    for name in ("batch x n", "kernel", "launches", "us a call", "first", "second", "GB/s", "TFLOP/s"):
+    for name in ("batch x n", "kernel", "launches", "us a call", "first", "second", "third", "GB/s", "TFLOP/s"):
         table.add_column(name, justify="left" if name == "kernel" else "right", no_wrap=True)
     for batch, n in options.shape or map(shape, SHAPES):
-        backend = plan_for(torch.empty(1, device="cuda").expand(batch, n, n)).backend
-        if backend == "geqrf":
+        route = plan_for(torch.empty(1, device="cuda").expand(batch, n, n))
+        if route.backend == "geqrf":
             table.add_row(f"{batch} x {n}", "torch.geqrf")
             continue
         for i, (name, times) in enumerate(stages(batch, n, options.calls).items()):
             gbs = tflops = ""
-            if name == "step_kernel":
-                c = batch * n * (n - PANEL)
-                gbs, tflops = f"{8 * c / times[1] / 1e3:.0f}", f"{3 * 4 * PANEL * c / times[1] / 1e6:.0f}"
-            first, second = (f"{time:.1f}" for time in (times + [0.0])[:2])
-            table.add_row(f"{batch} x {n}" if i == 0 else "", name, str(len(times)), f"{sum(times):.1f}", first, second if len(times) > 1 else "", gbs, tflops)
+            if name == "larfb_kernel":
+                panels = next(step.panels for step in route.steps if step.panels)
+                c = batch * n * (n - PANEL * panels)
+                gbs, tflops = f"{8 * c / times[0] / 1e3:.0f}", f"{3 * 4 * PANEL * panels * c / times[0] / 1e6:.0f}"
+            three = [f"{time:.1f}" for time in times[:3]] + ["", "", ""]
+            table.add_row(f"{batch} x {n}" if i == 0 else "", name, str(len(times)), f"{sum(times):.1f}", *three[:3], gbs, tflops)
     console = rich.console.Console()
     console.width = max(console.width, 110)
     console.print(table)

@@ -36,7 +36,8 @@ def host_source() -> str:
         if title.startswith("Host driver"):
             body = re.sub(r"struct Launcher \{.*?^\};\n", "", body, flags=re.S | re.M)
             body = re.sub(r"template <int R> void geqr2_cluster\(.*?^\}\n", 'template <int R> void geqr2_cluster(Launcher& launch, const PanelArgs&, int, int) { launch.error = "not emulated"; }\n', body, flags=re.S | re.M)
-            body = re.sub(r"^void step\(.*?^\}\n", "void step(Launcher& launch, const StepArgs& p, int ranks, int) { step<HostProduct>(launch, p, ranks); }\n", body, flags=re.S | re.M)
+            body = re.sub(r"^void panel\(.*?^\}\n", "void panel(Launcher& launch, const PanelUpdate& u, const PanelArgs& p, int batch, int ranks, int) { panel<HostProduct>(launch, u, p, batch, ranks); }\n", body, flags=re.S | re.M)
+            body = re.sub(r"^void larfb\(.*?^\}\n", "void larfb(Launcher& launch, const LarfbArgs& p, int batch, int ranks, int panels, int) { larfb<HostProduct>(launch, p, batch, ranks, panels); }\n", body, flags=re.S | re.M)
             body = body[:body.index("// How many clusters of")]
         kept.append(body)
     source = "\n".join(kept)
@@ -74,7 +75,7 @@ def factor(library, A, route):
 
     def pointer(tensor):
         return ctypes.c_void_p((tensor.data_ptr() + 127) // 128 * 128 if tensor is work else tensor.data_ptr())
-    error = library.qr_geqrf(pointer(A), pointer(H), pointer(tau), pointer(work), batch, n, submission._flat(route), len(route.steps), route.first_ranks, 0)
+    error = library.qr_geqrf(pointer(A), pointer(H), pointer(tau), pointer(work), batch, n, submission._flat(route), len(route.steps), 0)
     assert error is None, error
     return H, tau
 
@@ -111,22 +112,21 @@ def test_panels_and_updates(library, n, info):
     check(library, 1, n, "dense", info)
 
 
-def test_every_shape_of_the_step_kernel(library):
-    """Slots refilled or not, columns dealt to one cluster or several, rows to one, two or four blocks, two matrices."""
-    n = 264
+def test_every_shape_of_the_update(library):
+    """Slots refilled or not, columns dealt to one cluster or several, rows to one, two or four blocks; the same for the panel kernel."""
+    n = 330
     for ranks, chunks, slots in ((1, 1, 1), (1, 3, 2), (2, 1, 1), (2, 2, 2), (4, 2, 1)):
         def change(route):
-            steps = [s if s.kind == WHOLE else s._replace(step_ranks=min(ranks, -(-(n - s.column) // 64)), chunks=min(chunks, s.chunks) if s.chunks else 0, slots=slots)
-                     for s in route.steps]
-            return route._replace(steps=tuple(steps), first_ranks=ranks)
-        many = SMALL._replace(multiprocessors=1000)
-        check(library, 2, n, "dense", many, change)
+            steps = [s if s.kind == WHOLE else s._replace(panel_ranks=ranks, larfb_ranks=min(ranks, -(-(n - s.column) // 64)),
+                                                          chunks=min(chunks, s.chunks), slots=slots) for s in route.steps]
+            return route._replace(steps=tuple(steps))
+        check(library, 2 if ranks < 4 else 1, n, "dense", SMALL._replace(multiprocessors=1000), change)
 
 
 @pytest.mark.parametrize("kind, case", [(SINGLE, "mixed"), (SINGLE, "upper"), (TALL, "mixed"), (TALL, "upper")])
 def test_declined_panels(library, kind, case):
-    """Matrices that the Gram kernel declines go column by column, their neighbours do not; alone (first_ranks = 0) all do."""
+    """Matrices that the Gram kernel declines go column by column, their neighbours do not; without Gram panels all do."""
     def change(route):
         return route._replace(steps=tuple(s if s.kind == WHOLE or kind == SINGLE else s._replace(kind=TALL, ranks=1, rows_per_lane=0) for s in route.steps))
     check(library, 3, 193, case, SMALL, change)
-    check(library, 1, 193, case, SMALL, lambda route: change(route)._replace(first_ranks=0))
+    check(library, 1, 193, case, SMALL, lambda route: change(route)._replace(steps=tuple(s._replace(gram=0) for s in change(route).steps)))

@@ -1,7 +1,7 @@
 // Products of tiles, by every thread for its own part of the result: the interface of MmaSync, Wgmma and Tcgen05.
 struct HostProduct {
-    Fragment result;
-    static constexpr bool kAsync = true;
+    Fragment results[2];
+    static constexpr bool kAsync = true, kStaged = false;
     static int row_of_warp() { return threadIdx.x / 32 * 16; }
     HostProduct(uint64_t*, uint32_t*) {}
     static float entry(const uint8_t* tile, int row, int column) {
@@ -9,7 +9,7 @@ struct HostProduct {
         memcpy(&bits, tile + tile_offset(row, column), 2);
         return __uint_as_float(static_cast<uint32_t>(bits) << 16);
     }
-    template <Form kForm, typename A> void add(A a, const uint8_t* b, int row) {
+    template <Form kForm, typename A> void add(A a, const uint8_t* b, int row, int into = 0) {
         const int lane = threadIdx.x % 32;
         for (int n8 = 0; n8 < 8; ++n8)
             for (int half = 0; half < 2; ++half)
@@ -17,24 +17,31 @@ struct HostProduct {
                     const int m = row + lane / 4 + 8 * half, n = 8 * n8 + lane % 4 * 2 + e;
                     float sum = 0;
                     for (int k = 0; k < 64; ++k) sum = fmaf(a(m, k), kForm == Form::kABt ? entry(b, n, k) : entry(b, k, n), sum);
-                    (e ? result.v[n8][half].y : result.v[n8][half].x) += sum;
+                    (e ? results[into].v[n8][half].y : results[into].v[n8][half].x) += sum;
                 }
     }
     template <int kALow, int kBLow> void start(const uint8_t* a, const uint8_t* b) {
-        result = {};
+        results[0] = {};
         const auto tiles = [](const uint8_t* t) { return [=](int m, int k) { return entry(t + m / 64 * kTileBytes, m % 64, k); }; };
         add<Form::kAB>(tiles(a + kALow), b, row_of_warp());
         add<Form::kAB>(tiles(a), b + kBLow, row_of_warp());
         add<Form::kAB>(tiles(a), b, row_of_warp());
     }
     template <Form kForm> void start_exact(const uint8_t* a, const uint8_t* b) {
-        result = {};
+        results[0] = {};
         products_of_parts(a, b, [&](auto, const uint8_t* a_part, const uint8_t* b_part) {
             add<kForm>([=](int m, int k) { return kForm == Form::kAtB ? entry(a_part, k, m) : entry(a_part, m, k); }, b_part, threadIdx.x / 32 % 4 * 16);
         });
     }
-    template <Form kForm> void start_registers(const Operand& operand, const uint8_t* b, uint8_t*, bool clear) {
-        if (clear) result = {};
+    template <Form kForm> void start_pairs(const uint8_t* a, const uint8_t* b, bool clear) {
+        if (clear) results[0] = {};
+        const int row = threadIdx.x / 32 % 4 * 16;
+        const auto tile = [](const uint8_t* t) { return [=](int m, int k) { return kForm == Form::kAtB ? entry(t, k, m) : entry(t, m, k); }; };
+        add<kForm>(tile(a + kTileBytes), b, row);
+        add<kForm>(tile(a), b + kTileBytes, row);
+        add<kForm>(tile(a), b, row);
+    }
+    template <Form kForm, int kFirst, int kCount> void start_registers(const Operand& operand, const uint8_t* b, uint8_t*, bool clear) {
         auto& parts = block->operand[threadIdx.x / 128];
         const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16;
         for (int s = 0; s < 4; ++s)
@@ -45,14 +52,18 @@ struct HostProduct {
                     parts[1][m][k] = __uint_as_float(e ? operand.low[s][r] & 0xffff0000u : operand.low[s][r] << 16);
                 }
         __syncwarp();
-        add<kForm>([&](int m, int k) { return parts[1][m][k]; }, b, row);
-        add<kForm>([&](int m, int k) { return parts[0][m][k]; }, b + kTileBytes, row);
-        add<kForm>([&](int m, int k) { return parts[0][m][k]; }, b, row);
+        for (int i = 0; i < kCount; ++i) {
+            const uint8_t* const high = b + i * kPairBytes;
+            if (clear) results[kFirst + i] = {};
+            add<kForm>([&](int m, int k) { return parts[1][m][k]; }, high, row, kFirst + i);
+            add<kForm>([&](int m, int k) { return parts[0][m][k]; }, high + kTileBytes, row, kFirst + i);
+            add<kForm>([&](int m, int k) { return parts[0][m][k]; }, high, row, kFirst + i);
+        }
         __syncwarp();
     }
     void finish() {}
     void finish_group() {}
-    void read(Fragment& f) { f = result; }
-    void read_group(Fragment& f) { f = result; }
+    void read(Fragment& f) { f = results[0]; }
+    template <int kSum = 0> void read_group(Fragment& f) { f = results[kSum]; }
     void close() {}
 };

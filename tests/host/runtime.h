@@ -65,11 +65,11 @@ struct Block {
     }
     std::vector<std::unique_ptr<Warp>> warps;
     std::barrier<> all;
-    std::unique_ptr<std::barrier<>> groups[2];
+    std::unique_ptr<std::barrier<>> groups[3];
     std::vector<uint8_t> memory;
     uint8_t* shared;
     std::atomic<bool> vote = false;
-    float operand[2][2][64][64];                         // of a warpgroup's product from registers: high, low
+    float operand[3][2][64][64];                         // of a warpgroup's product from registers: high, low
 };
 struct Cluster { std::vector<std::unique_ptr<Block>> blocks; std::unique_ptr<std::barrier<>> all; };
 
