@@ -246,7 +246,14 @@ __device__ __forceinline__ void barrier_wait(uint64_t* bar, int parity) {
     }
 }
 
-// The same across a cluster: arrival on the barrier at this place in another block, and a wait that sees what the arriving
+// Counts up, and orders what the counting threads did before it before what those do that count later. Returns the count before.
+__device__ __forceinline__ int count_block(int* counter) {
+    int before;
+    asm volatile("atom.acq_rel.cta.shared.add.s32 %0, [%1], 1;" : "=r"(before) : "r"(smem_address(counter)) : "memory");
+    return before;
+}
+
+// Barriers across a cluster: arrival on the barrier at this place in another block, and a wait that sees what the arriving
 // threads (and those they met before) wrote to shared memory anywhere in the cluster.
 __device__ __forceinline__ void barrier_arrive_in(uint64_t* bar, uint32_t rank) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -501,161 +508,236 @@ __device__ __forceinline__ void larft(float* sG, float* sT, float* sX, const flo
 // ---------------------------------------------------------------------------------------------------------------------
 // Factors rows and columns col.. of every matrix, at most 16 Q of them; writes H and tau.
 //
-// Decomposition: one block per matrix, a warp per 8 columns. Lane l has column l % 8 of the warp's and, of every 16 rows, the four
-// from 4 (l / 8): a product of two columns is 4 Q multiplications in a lane and two shuffles. Step k, in every warp up to the one that owns
-// column k: the owner writes the column's raw tail to slot k of shared memory (each column has its own, so nobody ever waits
-// for a reader); every warp takes the products of that tail with its columns; the owner makes the reflector of it; every warp applies it.
-// Finished columns stay raw in registers until they are stored. Whole groups of 16 rows above row k are left out.
+// Decomposition: one block per matrix, a warp per 16 columns. Lane l has the four columns l % 4 + 4 c of the warp's and, of every 32 rows,
+// the four from 4 (l / 4) (of a last 16 rows two): 8 Q entries, for which a step reads 2 Q entries of v from shared memory, once.
+// A warp applies the reflectors of the warps before it, each as soon as it is published, then makes its own 16. Of these only the next
+// column is urgent: it is updated first and goes to all lanes through its slot of shared memory (each column has its own, so nobody ever
+// waits for a reader); its reflector is made from the tail's square while the products with the other columns are taken and summed. The
+// slot then gets the head, 1 / scale, zeros above it, and is published: for the other warps v is one vector, and a reflector one message.
+// Finished columns stay raw in registers until they are stored. Whole groups of 32 rows above row k are left out.
 //
 // Columns are scaled by powers of two to entries near 1 on the way in (products of columns of 1e-30 and 1e30 stay in range) and R back
 // on the way out: neither V nor tau depends on it.
 template <int Q> struct Geqr2WholeShape {
-    static constexpr int kColumns = 16 * Q, kThreads = 64 * Q;
-    static constexpr int kHeads = kColumns * kColumns, kReflectors = kHeads + 4 * kColumns, kBarriers = kReflectors + 4 * kColumns;   // in floats, after the slots
-    static constexpr int kSmemBytes = 4 * kBarriers + 2 * 8 * kColumns;
+    static constexpr int kColumns = 16 * Q, kThreads = 32 * Q, kRowsPerLane = 2 * Q, kChunks = (Q + 1) / 2;
+    static constexpr int kReflectors = kColumns * kColumns, kUnscales = kReflectors + 4 * kColumns, kBarriers = kUnscales + kColumns;   // in floats, after the slots
+    static constexpr int kSmemBytes = 4 * kBarriers + 8 * kColumns;
+    static constexpr int rows_of(int chunk) { return chunk < Q / 2 ? 4 : 2; }                            // that a lane has of a chunk of rows
 };
 
+// Sums over the eight lanes of a column: of one value, and of four at once, of which lane l is left with number l / 8.
+__device__ __forceinline__ float whole_sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 16);
+    x += __shfl_xor_sync(0xffffffffu, x, 8);
+    return x + __shfl_xor_sync(0xffffffffu, x, 4);
+}
+__device__ __forceinline__ float whole_sum_scatter(const float (&x)[4]) {
+    const bool upper = threadIdx.x & 16, odd = threadIdx.x & 8;
+    const float y0 = (upper ? x[2] : x[0]) + __shfl_xor_sync(0xffffffffu, upper ? x[0] : x[2], 16);
+    const float y1 = (upper ? x[3] : x[1]) + __shfl_xor_sync(0xffffffffu, upper ? x[1] : x[3], 16);
+    const float z = (odd ? y1 : y0) + __shfl_xor_sync(0xffffffffu, odd ? y0 : y1, 8);
+    return z + __shfl_xor_sync(0xffffffffu, z, 4);
+}
+
 template <int Q>
-__global__ void __launch_bounds__(64 * Q) geqr2_whole_kernel(const PanelArgs p) {
+__global__ void __launch_bounds__(32 * Q, 1) geqr2_whole_kernel(const PanelArgs p) {
     using Shape = Geqr2WholeShape<Q>;
-    constexpr int N = Shape::kColumns;
+    constexpr int N = Shape::kColumns, R = Shape::kRowsPerLane;
     extern __shared__ __align__(16) float smem[];
-    float4* const heads = reinterpret_cast<float4*>(smem + Shape::kHeads);  // [k]: the four rows with row k, which holds 1 / scale
-    float4* const reflectors = reinterpret_cast<float4*>(smem + Shape::kReflectors);   // [k]: -tau, scale
-    uint64_t* const published = reinterpret_cast<uint64_t*>(smem + Shape::kBarriers);  // slot k is written: four arrivals
-    uint64_t* const finished = published + N;                               // head and reflector k are: one
+    float4* const reflectors = reinterpret_cast<float4*>(smem + Shape::kReflectors);   // [k]: -tau scale, scale, beta, tau
+    float* const unscales = smem + Shape::kUnscales;                        // [k]: what a column's R is multiplied with on the way out
+    uint64_t* const published = reinterpret_cast<uint64_t*>(smem + Shape::kBarriers);  // slot and reflector k are written: one arrival
     const long matrix = blockIdx.x;
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);         // uniform, and known to be
-    const int lane = threadIdx.x % 32, g = lane / 8, j = lane % 8, column = 8 * warp + j, m = p.n - p.col;
-    const float* const src = p.src + (matrix * p.n + p.col) * p.n + p.col + column;
-    float* const dst = p.dst + (matrix * p.n + p.col) * p.n + p.col + column;
+    const int lane = threadIdx.x % 32, g = lane / 4, j = lane % 4, first = 16 * warp, m = p.n - p.col;
 
-    for (int k = threadIdx.x; k < N; k += blockDim.x) { barrier_init(published + k, 4); barrier_init(finished + k, 1); }
-    float a[Q][4] = {}, largest = 0;
-    if (column < m)
-#pragma unroll
-        for (int q = 0; q < Q; ++q)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int row = 16 * q + 4 * g + e;
-                if (q < Q - 1 || row < m) a[q][e] = src[static_cast<long>(row) * p.n];
-                largest = fmaxf(largest, fabsf(a[q][e]));
-            }
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 8));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
-    float scale, unscale;
-    scale_for(largest, scale, unscale);
-#pragma unroll
-    for (int q = 0; q < Q; ++q)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) a[q][e] *= scale;
+    for (int k = threadIdx.x; k < N; k += blockDim.x) barrier_init(published + k, 1);
     __syncthreads();
 
-    Reflector own = {0, 0, 0};                                              // of the lane's column, once made
-    const int steps = min(8 * warp + 8, m);
-    static_for<Q>([&](auto index) {
-        constexpr int Q0 = index;                                           // row k is among these 16 rows; below them everything is tail
+    // Rows on the way in: row-major in the place of the warp's own slots. Row r's piece i of four columns is piece i ^ (r / 4) and, of every
+    // 32 rows, in the second half odd rows and even ones are swapped: lanes that read a column meet in no bank.
+    float* const stage = smem + first * N;
+    const auto staged = [&](int row, int piece) { return stage + 16 * (row ^ (row / 16 & 1)) + 4 * ((piece ^ row / 4) & 3); };
+    {
+        const float* const src = p.src + (matrix * p.n + p.col) * p.n + p.col + first;
+        if (p.n % 4 == 0) {
 #pragma unroll 1
-        for (int k = 16 * Q0; k < min(16 * Q0 + 16, steps); ++k) {
-            const int c = k - 8 * warp, gk = k / 4 % 4;                     // column k is the warp's column c, if that is not negative
-            float* const slot = smem + k * N + 4 * g;
-            const float low = k & 1 ? a[Q0][1] : a[Q0][0], high = k & 1 ? a[Q0][3] : a[Q0][2];
-            float at_row = k & 2 ? high : low;                              // the lane's column in row k
-            at_row = __shfl_sync(0xffffffffu, at_row, 8 * gk + j);
-            if (c >= 0) {
-                if (j == c) {
-                    const int row = 16 * Q0 + 4 * g;
-                    *reinterpret_cast<float4*>(slot + 16 * Q0) = make_float4(row > k ? a[Q0][0] : 0.0f, row + 1 > k ? a[Q0][1] : 0.0f,
-                                                                             row + 2 > k ? a[Q0][2] : 0.0f, row + 3 > k ? a[Q0][3] : 0.0f);
+            for (int row = lane / 4, piece = lane % 4; row < N; row += 8)
+                if (row < m && first + 4 * piece < m) copy_async_16(staged(row, piece), src + static_cast<long>(row) * p.n + 4 * piece);
+                else *reinterpret_cast<float4*>(staged(row, piece)) = make_float4(0, 0, 0, 0);
+        } else {
+#pragma unroll 1
+            for (int row = lane / 16, c = lane % 16; row < N; row += 2)
+                if (row < m && first + c < m) copy_async_4(staged(row, c / 4) + c % 4, src + static_cast<long>(row) * p.n + c);
+                else staged(row, c / 4)[c % 4] = 0;
+        }
+        copy_async_commit();
+        copy_async_wait<0>();
+        __syncwarp();
+    }
+    float a[R][4];
 #pragma unroll
-                    for (int q = Q0 + 1; q < Q; ++q) *reinterpret_cast<float4*>(slot + 16 * q) = make_float4(a[q][0], a[q][1], a[q][2], a[q][3]);
-                    barrier_arrive(published + k);
-                }
-                __syncwarp();
-            } else {
-                barrier_wait(published + k, 0);
-            }
-            float s[4] = {};
+    for (int c = 0; c < 4; ++c) {
+        const float *const even = staged(4 * g, c) + j, *const odd = staged(4 * g + 1, c) + j, *const last = staged(2 * g, c) + j;
 #pragma unroll
-            for (int q = Q0; q < Q; ++q) {
-                const float4 x = *reinterpret_cast<const float4*>(slot + 16 * q);
-                s[0] = fmaf(x.x, a[q][0], s[0]);
-                s[1] = fmaf(x.y, a[q][1], s[1]);
-                s[2] = fmaf(x.z, a[q][2], s[2]);
-                s[3] = fmaf(x.w, a[q][3], s[3]);
+        for (int q = 0; q < Shape::kChunks; ++q)
+#pragma unroll
+            for (int e = 0; e < Shape::rows_of(q); ++e) {
+                const float* const from = Shape::rows_of(q) == 4 ? (e % 2 ? odd : even) + 16 * (32 * q + e / 2 * 2) : last + 16 * (32 * q + e);
+                a[4 * q + e][c] = *from;
             }
-            float product = (s[0] + s[1]) + (s[2] + s[3]);
-            product += __shfl_xor_sync(0xffffffffu, product, 8);
-            product += __shfl_xor_sync(0xffffffffu, product, 16);           // tail . column
-            float minus_tau, scale_k;
-            if (c >= 0) {
-                const float alpha = __shfl_sync(0xffffffffu, at_row, c);
-                float square = __shfl_sync(0xffffffffu, product, c);        // of the tail
-                Reflector h;
-                constexpr float kUp = 18446744073709551616.0f;              // 2^64
-                float unit = 1;
-                if (!(square > 1e-30f)) {                                   // underflow, or nothing there: look closer
-                    float t[1] = {};
-                    for (int row = 16 * Q0 + lane; row < N; row += 32) {
-                        const float x = smem[k * N + row] * kUp;
-                        t[0] = fmaf(x, x, t[0]);
-                    }
-                    warp_sum(t);
-                    if (t[0] == 0) unit = 0;                                // nothing below: LAPACK leaves the column alone
-                    else if (fabsf(alpha) < 1e-15f) { unit = kUp; square = t[0]; }
-                }
-                if (unit == 0) {
-                    h = {alpha, 0, 0};
+    }
+    __syncwarp();                                                           // slots take the stage's place
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        float largest = 0, scale, unscale;
+#pragma unroll
+        for (int r = 0; r < R; ++r) largest = fmaxf(largest, fabsf(a[r][c]));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 4));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 8));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
+        scale_for(largest, scale, unscale);
+        if (g == 0) unscales[first + 4 * c + j] = unscale;
+#pragma unroll
+        for (int r = 0; r < R; ++r) a[r][c] *= scale;
+    }
+
+    float v[R] = {};                                                        // the lane's rows of the step's vector
+    static_for<Shape::kChunks>([&](auto index) {
+        constexpr int Q0 = index, E = Shape::rows_of(Q0);                   // row k is among these 32 rows; below them everything is tail
+        const auto load = [&](const float* slot) {
+#pragma unroll
+            for (int q = Q0; q < Shape::kChunks; ++q)
+                if (Shape::rows_of(q) == 4) {
+                    const float4 x = *reinterpret_cast<const float4*>(slot + 32 * q + 4 * g);
+                    v[4 * q] = x.x; v[4 * q + 1] = x.y; v[4 * q + 2] = x.z; v[4 * q + 3] = x.w;
                 } else {
-                    h = larfg(alpha * unit, square);
-                    h.beta *= unit == 1 ? 1.0f : 1 / kUp;
-                    h.scale *= unit;
+                    const float2 x = *reinterpret_cast<const float2*>(slot + 32 * q + 2 * g);
+                    v[4 * q] = x.x; v[4 * q + 1] = x.y;
                 }
-                if (j == c) {
-                    own = h;
-                    if (g == gk) {
-                        float4 head = *reinterpret_cast<const float4*>(slot + 16 * Q0);
-                        const float pivot = alpha - h.beta;
-                        if (k % 4 == 0) head.x = pivot;
-                        if (k % 4 == 1) head.y = pivot;
-                        if (k % 4 == 2) head.z = pivot;
-                        if (k % 4 == 3) head.w = pivot;
-                        heads[k] = head;
-                        reflectors[k] = make_float4(-h.tau, h.scale, 0, 0);
-                        barrier_arrive(finished + k);
-                    }
-                }
-                __syncwarp();
-                minus_tau = -h.tau;
-                scale_k = h.scale;
-            } else {
-                barrier_wait(finished + k, 0);
-                const float2 h = *reinterpret_cast<const float2*>(reflectors + k);
-                minus_tau = h.x;
-                scale_k = h.y;
-            }
-            if (minus_tau == 0) continue;
-            const float f = j > c ? minus_tau * fmaf(scale_k, product, at_row) * scale_k : 0.0f;
+        };
+#pragma unroll 1
+        for (int k = 32 * Q0; k < min(32 * Q0 + 32, first); ++k) {          // reflectors of the warps before
+            barrier_wait(published + k, 0);
+            const float2 h = *reinterpret_cast<const float2*>(reflectors + k);
+            load(smem + k * N);
+            float sums[4] = {};
 #pragma unroll
-            for (int q = Q0; q < Q; ++q) {
-                const float4 y = q == Q0 && g == gk ? heads[k] : *reinterpret_cast<const float4*>(slot + 16 * q);
-                a[q][0] = fmaf(f, y.x, a[q][0]);
-                a[q][1] = fmaf(f, y.y, a[q][1]);
-                a[q][2] = fmaf(f, y.z, a[q][2]);
-                a[q][3] = fmaf(f, y.w, a[q][3]);
+            for (int r = 4 * Q0; r < R; ++r)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) sums[c] = fmaf(v[r], a[r][c], sums[c]);
+            const float sum = whole_sum_scatter(sums), mine = h.x == 0 ? 0.0f : h.x * (h.y * sum);   // not even 0 times an infinity
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                const float f = __shfl_sync(0xffffffffu, mine, 8 * c + j);
+#pragma unroll
+                for (int r = 4 * Q0; r < R; ++r) a[r][c] = fmaf(f, v[r], a[r][c]);
             }
+        }
+        if (warp / 2 != Q0) return;
+
+        float f[4] = {};                                                    // of the reflector before, not applied yet: a += v f
+#pragma unroll 1
+        for (int i = 0; i < min(16, m - first); ++i) {                      // the warp's own
+            const int k = first + i, set = i / 4;                           // sets before are finished
+            float* const slot = smem + k * N;
+            const int below = k - 32 * Q0 - E * g;                          // entry e of these rows is below the diagonal if e > below
+            const auto update = [&](auto c) {
+#pragma unroll
+                for (int r = 4 * Q0; r < R; ++r) a[r][c] = fmaf(f[c], v[r], a[r][c]);
+            };
+            static_for<4>([&](auto c) {                                     // column k first
+                if (set != c) return;
+                if (4 * c + j < i) f[c] = 0;
+                update(c);
+                if (j == i % 4)
+#pragma unroll
+                    for (int q = Q0; q < Shape::kChunks; ++q)
+                        if (Shape::rows_of(q) == 4)
+                            *reinterpret_cast<float4*>(slot + 32 * q + 4 * g) = make_float4(a[4 * q][c], a[4 * q + 1][c], a[4 * q + 2][c], a[4 * q + 3][c]);
+                        else
+                            *reinterpret_cast<float2*>(slot + 32 * q + 2 * g) = make_float2(a[4 * q][c], a[4 * q + 1][c]);
+            });
+            static_for<3>([&](auto c) { if (set <= c) update(std::integral_constant<int, c + 1>{}); });
+            __syncwarp();
+            load(slot);
+            const float alpha = slot[k];
+#pragma unroll
+            for (int e = 0; e < E; ++e) v[4 * Q0 + e] = e > below ? v[4 * Q0 + e] : 0.0f;
+            float s[4] = {}, sums[4] = {}, at_row[4];
+#pragma unroll
+            for (int r = 4 * Q0; r < R; ++r) s[r % 4] = fmaf(v[r], v[r], s[r % 4]);
+            const float square = whole_sum((s[0] + s[1]) + (s[2] + s[3]));
+#pragma unroll
+            for (int r = 4 * Q0; r < R; ++r)                                // finished sets too: these pass during the square's shuffles,
+#pragma unroll
+                for (int c = 0; c < 4; ++c) sums[c] = fmaf(v[r], a[r][c], sums[c]);   // and a branch would end that
+            const float mine = whole_sum_scatter(sums);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                sums[c] = __shfl_sync(0xffffffffu, mine, 8 * c + j);        // tail . column
+                at_row[c] = k & 1 ? a[4 * Q0 + 1][c] : a[4 * Q0][c];
+                if constexpr (E == 4) at_row[c] = k & 2 ? k & 1 ? a[4 * Q0 + 3][c] : a[4 * Q0 + 2][c] : at_row[c];
+                at_row[c] = __shfl_sync(0xffffffffu, at_row[c], 4 * ((k - 32 * Q0) / E) + j);
+            }
+
+            Reflector h = larfg(alpha, square);
+            float pivot = alpha - h.beta, factor = -h.tau * h.scale;
+            if (__any_sync(0xffffffffu, !(square > 1e-30f))) {              // underflow, or nothing there: look closer (all lanes agree)
+                constexpr float kUp = 18446744073709551616.0f;              // 2^64
+                float up_square[1] = {};
+#pragma unroll 1
+                for (int row = k + 1 + lane; row < N; row += 32) up_square[0] = fmaf(slot[row] * kUp, slot[row] * kUp, up_square[0]);
+                warp_sum(up_square);
+                if (up_square[0] == 0) {                                       // nothing below: LAPACK leaves the column alone
+                    h = {alpha, 0, 0};
+                    pivot = factor = 0;
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) sums[c] = at_row[c] = 0;    // not even 0 times an infinity
+                } else if (fabsf(alpha) < 1e-15f) {
+                    h = larfg(alpha * kUp, up_square[0]);
+                    h.beta *= 1 / kUp;
+                    h.scale *= kUp;
+                    pivot = alpha - h.beta;
+                    factor = -h.tau * h.scale;
+                }
+            }
+#pragma unroll
+            for (int c = 0; c < 4; ++c) f[c] = factor * fmaf(h.scale, sums[c], at_row[c]);
+#pragma unroll
+            for (int e = 0; e < E; ++e) v[4 * Q0 + e] = e == below ? pivot : v[4 * Q0 + e];
+            __syncwarp();                                                   // all lanes have read these rows
+            if (j == 0) {
+                if constexpr (E == 4) *reinterpret_cast<float4*>(slot + 32 * Q0 + 4 * g) = make_float4(v[4 * Q0], v[4 * Q0 + 1], v[4 * Q0 + 2], v[4 * Q0 + 3]);
+                else *reinterpret_cast<float2*>(slot + 32 * Q0 + 2 * g) = make_float2(v[4 * Q0], v[4 * Q0 + 1]);
+            }
+            if (lane == 0) reflectors[k] = make_float4(factor, h.scale, h.beta, h.tau);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(published + k);
         }
     });
-    if (column >= m) return;
+
+#pragma unroll 1
+    for (int column = first + j; column < min(first + 16, m); column += 4) {
+        const float4 h = reflectors[column];
+        const float unscale = unscales[column];
+        float* dst = p.dst + (matrix * p.n + p.col) * p.n + p.col + column;
+        static_for<Shape::kChunks>([&](auto chunk) {
+            constexpr int q = chunk, E = Shape::rows_of(q);
 #pragma unroll
-    for (int q = 0; q < Q; ++q)
+            for (int e = 0; e < E; ++e) {
+                const int row = 32 * q + E * g + e;
+                const float x = (row == column ? h.z : a[4 * q + e][0]) * (row > column ? h.y : unscale);
+                if (q < Shape::kChunks - 1 || row < m) dst[static_cast<long>(row) * p.n] = x;
+            }
+        });
+        if (g == 0) p.tau[matrix * p.n + p.col + column] = h.w;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const int row = 16 * q + 4 * g + e;
-            const float x = (row == column ? own.beta : a[q][e]) * (row > column ? own.scale : unscale);
-            if (q < Q - 1 || row < m) dst[static_cast<long>(row) * p.n] = x;
+        for (int c = 0; c < 3; ++c) {                                       // the next column, in the same registers: less code
+#pragma unroll
+            for (int r = 0; r < R; ++r) a[r][c] = a[r][c + 1];
         }
-    if (g == 0) p.tau[matrix * p.n + p.col + column] = own.tau;
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1543,7 +1625,7 @@ struct GramShared {                                                         // b
     static constexpr int kM = 2 * kMatrix;                                  // G summed over the cluster; V_top^T R; U^-1 (high, low)
     static constexpr int kY = 3 * kMatrix;                                  // U^-1
     static constexpr int kR = 4 * kMatrix;                                  // G, then R
-    static constexpr int kVt = 5 * kMatrix;                                 // P_top, then V_top^T
+    static constexpr int kVt = 5 * kMatrix;                                 // V_top^T
     static constexpr int kSquares = 6 * kMatrix;                            // per warp: sums of squares of V's columns
     static constexpr int kNorm = kSquares + 4 * 8 * 64;                     // |p_i|, 1 / U_ii, 1 / R_ii
     static constexpr int kMail = kNorm + 4 * 3 * 64;                        // per rank: sums of squares of V's columns
@@ -1569,123 +1651,119 @@ __device__ __forceinline__ GramStep gram_step(float square, float alpha, bool& g
     h.inv = rcp_newton(h.pivot);
     return h;
 }
-// R, V_top and U from G (upper triangle, in sR) and P_top (in sU), by blocks of 16 rows and columns:
-//   G11 = R11^T R11 (with signs), P11 - R11 = V11 U11      16 steps, in one warp's registers
-//   R12 = R11^-T G12, U12 = V11^-1 (P12 - R12), V21 = P21 U11^-1      a thread per column or row
-//   G22 -= R12^T R12, P22 -= V21 U12                                  a 4 x 4 tile per thread
-// In place: R takes G's upper triangle, U that of P_top; what is below stays behind. V_top^T goes to sVt, whose diagonal and
-// lower triangle are set already. Also 1 / U_kk and 1 / R_kk. False, in the first warp: a guard failed. Whole block; ends with a barrier.
-constexpr int kBlock = 16;
-__device__ __forceinline__ bool factor_diagonal(float* sR, float* sU, float* sVt, float* s_inv_u, float* s_inv_r, int d) {
-    int lane = threadIdx.x % 32;
-    asm volatile("" : "+r"(lane));                                          // or every index made from it is kept from block to block
-    const int j = lane % kBlock;                                            // lanes 0-15: a column of G11; 16-31: of P11
-    const bool is_p = lane >= kBlock;
-    float* const below = (is_p ? sU : sR) + d * (kPitch + 1) + j;           // down the column
-    const float* const right = sR + d * (kPitch + 1) + j * kPitch;          // and, for what is below G11's diagonal, along the row
-    float a[kBlock], own_inv = 0;
+// R, V_top and U from G and P_top, four columns at a time. A thread keeps the 4 x 4 tiles (tid / 16, tid % 16) of both in registers; step s:
+//   G_ss = R_ss^T R_ss (with signs), P_ss - R_ss = V_ss U_ss     by every thread of the first four warps, for itself
+//   R_sj = R_ss^-T G_sj, U_sj = V_ss^-1 (P_sj - R_sj), V_is = P_is U_ss^-1      a thread per column or row, in shared memory
+//   G_ij -= R_si^T R_sj, P_ij -= V_is U_sj                      a tile per thread; what the next step needs goes to shared memory
+// The upper triangles of sR and sU become R and U (what is below is left over), sVt V_top^T, whose diagonal and lower triangle are set
+// already. Also 1 / U_kk and 1 / R_kk. False, in the fourth warp: a guard failed. Whole block; ends with a barrier.
+__device__ __forceinline__ void load_tile_row(float (&x)[4], const float* from) {
+    const float4 v = *reinterpret_cast<const float4*>(from);
+    x[0] = v.x; x[1] = v.y; x[2] = v.z; x[3] = v.w;
+}
+__device__ __forceinline__ void store_tile_row(float* to, const float (&x)[4]) { *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]); }
+__device__ __forceinline__ bool gram_factor(float (&G)[4][4], float (&P)[4][4], float* sR, float* sU, float* sVt, float* s_inv_u, float* s_inv_r) {
+    const int tid = threadIdx.x, warp = __shfl_sync(0xffffffffu, tid / 32, 0), row = tid / 16, column = tid % 16;
+    const int at = 4 * row * kPitch + 4 * column;
+    const auto publish = [&](int s) {
+        if ((row == s && column >= s) || (column == s && row > s))
+#pragma unroll
+            for (int i = 0; i < 4; ++i) store_tile_row(sU + at + i * kPitch, P[i]);
+        if (row == s && column >= s)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) store_tile_row(sR + at + i * kPitch, G[i]);
+    };
     bool good = true;
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) a[i] = is_p || i <= j ? below[i * kPitch] : right[i];
-#pragma unroll
-    for (int k = 0; k < kBlock; ++k) {
-        const float square = __shfl_sync(0xffffffffu, a[k], k), alpha = __shfl_sync(0xffffffffu, a[k], kBlock + k);
-        const GramStep h = gram_step(square, alpha, good);
-        const float r = __shfl_sync(0xffffffffu, -a[k] * h.minus_inv_beta, j);   // R_kj, also for the lanes of P11
-        const float u = a[k] - r;
-        const float x = !is_p ? r : j > k ? u * h.inv : 0.0f;
-#pragma unroll
-        for (int i = k + 1; i < kBlock; ++i)                                // R_ki, or column k of P11, which becomes V's
-            a[i] = fmaf(-__shfl_sync(0xffffffffu, is_p ? a[i] : r, is_p ? kBlock + k : i), x, a[i]);
-        a[k] = !is_p ? r : j == k ? h.pivot : j > k ? u : a[k];
-        own_inv = j == k ? h.inv : own_inv;
-        if (lane == 0) {
-            s_inv_r[d + k] = -h.minus_inv_beta;
-            s_inv_u[d + k] = h.inv;
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-        if (i <= j) below[i * kPitch] = a[i];
-        else if (is_p) sVt[d * (kPitch + 1) + j * kPitch + i] = a[i] * own_inv;
-    }
-    return good;
-}
-__device__ __forceinline__ void load_row(float (&x)[kBlock], const float* from) {
-#pragma unroll
-    for (int i = 0; i < kBlock; i += 4) {
-        const float4 v = *reinterpret_cast<const float4*>(from + i);
-        x[i] = v.x; x[i + 1] = v.y; x[i + 2] = v.z; x[i + 3] = v.w;
-    }
-}
-// x L^T = x by substitution, where row k of `rows` holds column k of L (what is right of its diagonal); scaled by inv if L has no unit diagonal.
-template <bool kUnit> __device__ __forceinline__ void substitute(float (&x)[kBlock], const float* rows, const float* inv) {
-#pragma unroll
-    for (int k = 0; k < kBlock; ++k) {
-        float row[kBlock];
-        load_row(row, rows + k * kPitch);
-        if (!kUnit) x[k] *= inv[k];
-#pragma unroll
-        for (int i = k + 1; i < kBlock; ++i) x[i] = fmaf(-row[i], x[k], x[i]);
-    }
-}
-__device__ __forceinline__ bool gram_factor(float* sR, float* sU, float* sVt, float* s_inv_u, float* s_inv_r) {
-    const int tid = threadIdx.x, warp = __shfl_sync(0xffffffffu, tid / 32, 0);   // uniform, and known to be
-    bool good = true;
+    publish(0);
+    __syncthreads();
 #pragma unroll 1
-    for (int d = 0; d < 64; d += kBlock) {
-        if (warp == 0) good = factor_diagonal(sR, sU, sVt, s_inv_u, s_inv_r, d) && good;
-        __syncthreads();
-        const int first = d + kBlock, left = 64 - first, c = first + tid % 128;
-        if (left == 0) break;
-        if (c < 64) {
-            float x[kBlock];
-            if (tid < 128) {                                                // column c of R12, then of U12
-                float p[kBlock];
+    for (int s = 0; s < 16; ++s) {
+        const int t = 4 * s, c = tid % 64;
+        float g[4][4], p[4][4], inv_u[4], inv_r[4];                         // become R_ss; U_ss and, below its diagonal, V_ss
+        const bool solves = c >= t + 4;
+        if (warp == 3 || (warp < 4 && warp % 2 * 32 + 31 >= t + 4)) {
+            float x[4], y[4];                                               // a column of G and P, or a row of P
+            if (warp < 2) {
 #pragma unroll
-                for (int k = 0; k < kBlock; ++k) { x[k] = sR[(d + k) * kPitch + c]; p[k] = sU[(d + k) * kPitch + c]; }
-                substitute<false>(x, sR + d * kPitch + d, s_inv_r + d);
-#pragma unroll
-                for (int k = 0; k < kBlock; ++k) p[k] -= x[k];
-                substitute<true>(p, sVt + d * kPitch + d, nullptr);
-#pragma unroll
-                for (int k = 0; k < kBlock; ++k) { sR[(d + k) * kPitch + c] = x[k]; sU[(d + k) * kPitch + c] = p[k]; }
-            } else {                                                        // row c of V21
-                load_row(x, sU + c * kPitch + d);
-                substitute<false>(x, sU + d * kPitch + d, s_inv_u + d);
-#pragma unroll
-                for (int k = 0; k < kBlock; ++k) sVt[(d + k) * kPitch + c] = x[k];
-            }
-        }
-        __syncthreads();
-        const int tiles = left / 4;                                         // tiles x tiles of P22, then G22's upper ones
-        int row = tid / tiles, column = tid % tiles;
-        const bool is_p = row < tiles;
-        if (!is_p) {
-            int e = tid - tiles * tiles;
-            for (row = 0; row < tiles && e >= tiles - row; ++row) e -= tiles - row;
-            column = row + e;
-        }
-        if (row < tiles) {
-            const float* const left_row = (is_p ? sVt : sR) + d * kPitch + first + 4 * row;
-            const float* const right_row = (is_p ? sU : sR) + d * kPitch + first + 4 * column;
-            float* const target = (is_p ? sU : sR) + (first + 4 * row) * kPitch + first + 4 * column;
-            float acc[4][4] = {};
-#pragma unroll 4
-            for (int k = 0; k < kBlock; ++k) {
-                const float4 l = *reinterpret_cast<const float4*>(left_row + k * kPitch), r = *reinterpret_cast<const float4*>(right_row + k * kPitch);
-                const float l_[4] = {l.x, l.y, l.z, l.w}, r_[4] = {r.x, r.y, r.z, r.w};
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) acc[i][e] = fmaf(l_[i], r_[e], acc[i][e]);
+                for (int k = 0; k < 4; ++k) { x[k] = sR[(t + k) * kPitch + c]; y[k] = sU[(t + k) * kPitch + c]; }
+            } else {
+                load_tile_row(y, sU + c * kPitch + t);
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                float4* const at = reinterpret_cast<float4*>(target + i * kPitch);
-                const float4 old = *at;
-                *at = make_float4(old.x - acc[i][0], old.y - acc[i][1], old.z - acc[i][2], old.w - acc[i][3]);
+                load_tile_row(g[i], sR + (t + i) * kPitch + t);
+                load_tile_row(p[i], sU + (t + i) * kPitch + t);
             }
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const GramStep h = gram_step(g[k][k], p[k][k], good);
+                inv_u[k] = h.inv;
+                inv_r[k] = -h.minus_inv_beta;
+#pragma unroll
+                for (int j = k; j < 4; ++j) g[k][j] *= inv_r[k];
+                p[k][k] = h.pivot;
+#pragma unroll
+                for (int j = k + 1; j < 4; ++j) p[k][j] -= g[k][j];
+#pragma unroll
+                for (int i = k + 1; i < 4; ++i) {
+                    p[i][k] *= h.inv;
+#pragma unroll
+                    for (int j = i; j < 4; ++j) g[i][j] = fmaf(-g[k][i], g[k][j], g[i][j]);
+#pragma unroll
+                    for (int j = k + 1; j < 4; ++j) p[i][j] = fmaf(-p[i][k], p[k][j], p[i][j]);
+                }
+            }
+            if (warp < 2) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+#pragma unroll
+                    for (int i = 0; i < k; ++i) {
+                        x[k] = fmaf(-g[i][k], x[i], x[k]);
+                        y[k] = fmaf(-p[k][i], y[i], y[k]);
+                    }
+                    x[k] *= inv_r[k];
+                    y[k] -= x[k];
+                    if (solves) { sR[(t + k) * kPitch + c] = x[k]; sU[(t + k) * kPitch + c] = y[k]; }
+                }
+            } else {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+#pragma unroll
+                    for (int i = 0; i < k; ++i) y[k] = fmaf(-y[i], p[i][k], y[k]);
+                    y[k] *= inv_u[k];
+                    if (solves) sVt[(t + k) * kPitch + c] = y[k];
+                }
+            }
+        }
+        __syncthreads();
+        if (tid == 127) {                                                   // everyone has read the diagonal blocks
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                store_tile_row(sR + (t + k) * kPitch + t, g[k]);
+                store_tile_row(sU + (t + k) * kPitch + t, p[k]);
+#pragma unroll
+                for (int i = k + 1; i < 4; ++i) sVt[(t + k) * kPitch + t + i] = p[i][k];
+            }
+            *reinterpret_cast<float4*>(s_inv_u + t) = make_float4(inv_u[0], inv_u[1], inv_u[2], inv_u[3]);
+            *reinterpret_cast<float4*>(s_inv_r + t) = make_float4(inv_r[0], inv_r[1], inv_r[2], inv_r[3]);
+        }
+        if (row > s && column > s) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                float v[4], u[4], left[4], right[4];
+                load_tile_row(v, sVt + (t + k) * kPitch + 4 * row);
+                load_tile_row(u, sU + (t + k) * kPitch + 4 * column);
+                load_tile_row(left, sR + (t + k) * kPitch + 4 * row);
+                load_tile_row(right, sR + (t + k) * kPitch + 4 * column);
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        P[i][j] = fmaf(-v[i], u[j], P[i][j]);
+                        G[i][j] = fmaf(-left[i], right[j], G[i][j]);
+                    }
+            }
+            publish(s + 1);
         }
         __syncthreads();
     }
@@ -1867,22 +1945,22 @@ __device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product,
     __syncthreads();
     const int f_row = lane / 4, f_column = lane % 4 * 2, group_row = warp % 4 * 16 + f_row, my_row = Product::row_of_warp() + f_row;
     const float* const gram = sum_fragments(sum, sR, sM, rank, ranks);
-    for (int e = tid; e < 64 * 64; e += kThreads) copy_async_4(sVt + e / 64 * kPitch + e % 64, src + static_cast<long>(e / 64) * p.n + e % 64);
-    copy_async_commit();
-    copy_async_wait<0>();
-    __syncthreads();
     if (tid < 64) s_norm[tid] = sqrtf(gram[tid * kPitch + tid]);
+    float G[4][4], P[4][4];
+    {
+        const int row = tid / 16 * 4, column = tid % 16 * 4;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {                                           // P_top to U's place; the rest of V_top^T
-        const int i = tid / 16 + 16 * e, at = i * kPitch + tid % 16 * 4;
-        float4* const vt = reinterpret_cast<float4*>(sVt + at);
-        *reinterpret_cast<float4*>(sU + at) = *vt;
-        if (gram != sR) *reinterpret_cast<float4*>(sR + at) = *reinterpret_cast<const float4*>(gram + at);
-        const int to_diagonal = i - tid % 16 * 4;
-        *vt = make_float4(to_diagonal == 0 ? 1.0f : 0.0f, to_diagonal == 1 ? 1.0f : 0.0f, to_diagonal == 2 ? 1.0f : 0.0f, to_diagonal == 3 ? 1.0f : 0.0f);
+        for (int i = 0; i < 4; ++i) {
+            const float* const from = src + static_cast<long>(row + i) * p.n + column;
+            if (kAligned) load_tile_row(P[i], from);
+            else { P[i][0] = from[0]; P[i][1] = from[1]; P[i][2] = from[2]; P[i][3] = from[3]; }
+            load_tile_row(G[i], gram + (row + i) * kPitch + column);
+            *reinterpret_cast<float4*>(sVt + (row + i) * kPitch + column)
+                = row != column ? make_float4(0, 0, 0, 0) : make_float4(i == 0, i == 1, i == 2, i == 3);
+        }
     }
-    __syncthreads();
-    bool good = gram_factor(sR, sU, sVt, s_inv_u, s_inv_r);
+    __syncthreads();                                                        // G is read: R takes its place
+    bool good = gram_factor(G, P, sR, sU, sVt, s_inv_u, s_inv_r);
     const bool makes_t = rank == 0;
     // Result of two upper triangles' product, in the first warpgroup's f; the operands' tiles may take the factors' place.
     auto multiply = [&](const float* A, const float* B, uint8_t* tiles) {
@@ -2246,10 +2324,10 @@ __global__ void __launch_bounds__(kLarfbThreads, 1) larfb_kernel(const LarfbArgs
     asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
 #endif
     uint64_t* const full = reinterpret_cast<uint64_t*>(shared);             // slot s has been loaded
-    uint64_t* const released = full + kLarfbSlots;                          // slot s has been read by all warps
-    uint64_t* const t_full = released + kLarfbSlots;
+    uint64_t* const t_full = full + kLarfbSlots;
     uint64_t* const met = t_full + 1 + 2 * group;                           // one arrival from each rank
     uint64_t* const done = t_full + 1 + 2 * kLarfbGroups;
+    int* const readers = reinterpret_cast<int*>(done + 6);                  // of slot s: warps that have read it
     Product product(done, reinterpret_cast<uint32_t*>(done + 5));
     uint8_t* const slots = shared + 1024;
     uint8_t* const sT = slots + p.slots * kSlotBytes;                       // T1, T2, S
@@ -2262,7 +2340,7 @@ __global__ void __launch_bounds__(kLarfbThreads, 1) larfb_kernel(const LarfbArgs
     const bool refills = (p.row_blocks + ranks - 1) / ranks > p.slots;      // on some rank: the cluster goes together
 
     if (tid == 0) {
-        for (int s = 0; s < p.slots; ++s) { barrier_init(full + s, kPanels * kPairArrivals); barrier_init(released + s, 4 * kLarfbGroups); }
+        for (int s = 0; s < p.slots; ++s) { barrier_init(full + s, kPanels * kPairArrivals); readers[s] = 0; }
         barrier_init(t_full, kPanels * kPairArrivals);
         for (int i = 0; i < 2 * kLarfbGroups; ++i) barrier_init(t_full + 1 + i, ranks);
         fence_async_proxy();
@@ -2319,18 +2397,18 @@ __global__ void __launch_bounds__(kLarfbThreads, 1) larfb_kernel(const LarfbArgs
 #pragma unroll
         for (int s = 0; s < 4; ++s, at += 16 * n) fetch(at, left - 64 * t - 16 * s, c[s]);
     };
-    uint32_t full_parity = 0, released_parity = 0;
+    uint32_t full_parity = 0;
     auto wait_for = [&](int slot) {
         barrier_wait(full + slot, full_parity >> slot & 1);
         full_parity ^= 1u << slot;
     };
-    // The warp has read a slot. The loading warp waits for all others there, then refills it.
+    // The warp has read a slot. The last warp to say so refills it: nobody waits.
     auto release = [&](int slot, int next) {
+        int before = 0;
         __syncwarp();
-        if (lane == 0) barrier_arrive(released + slot);
-        if (warp == 0) {
-            barrier_wait(released + slot, released_parity >> slot & 1);
-            released_parity ^= 1u << slot;
+        if (lane == 0) before = count_block(readers + slot);
+        if (__shfl_sync(0xffffffffu, before, 0) == 4 * kLarfbGroups - 1) {
+            if (lane == 0) readers[slot] = 0;                               // seen by the next readers with the tile
             load_tile(slot, next);
         }
     };

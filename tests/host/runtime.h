@@ -95,15 +95,24 @@ inline void cluster_sync() { cluster->all->arrive_and_wait(); }
 template <typename T> T* in_rank(T* shared, uint32_t rank) {
     return reinterpret_cast<T*>(cluster->blocks[rank]->shared + (reinterpret_cast<uint8_t*>(shared) - block->shared));
 }
-inline float __shfl_sync(unsigned, float x, int lane) {
+template <typename T> T __shfl_sync(unsigned, T x, int lane) {
     Warp& warp = own_warp();
     warp.value[threadIdx.x % 32] = x;
     __syncwarp();
     const float got = warp.value[lane % 32];
     __syncwarp();
-    return got;
+    return static_cast<T>(got);
 }
 inline float __shfl_xor_sync(unsigned mask, float x, int offset) { return __shfl_sync(mask, x, threadIdx.x % 32 ^ offset); }
+inline bool __any_sync(unsigned, bool mine) {
+    Warp& warp = own_warp();
+    warp.value[threadIdx.x % 32] = mine;
+    __syncwarp();
+    bool any = false;
+    for (const float x : warp.value) any |= x != 0;
+    __syncwarp();
+    return any;
+}
 template <int N> void warp_sum(float (&v)[N]) {
     for (int i = 0; i < N; ++i)
         for (int offset = 16; offset; offset /= 2) v[i] += __shfl_xor_sync(~0u, v[i], offset);
@@ -139,6 +148,7 @@ inline void load_pair(uint8_t* to, const uint8_t* from, uint64_t* full) {
         barrier_arrive(full);
     }
 }
+inline int count_block(int* counter) { return std::atomic_ref<int>(*counter).fetch_add(1); }
 inline void fence_async_proxy() {}
 inline void copy_async_16(void* to, const void* from) { memcpy(to, from, 16); }
 inline void copy_async_4(void* to, const void* from) { memcpy(to, from, 4); }
