@@ -44,11 +44,10 @@ from task import input_t, output_t
 # Route: from batch, n and the device to kernels
 # =====================================================================================================================
 PANEL = 64                   # columns of a panel
-WHOLE_LIMIT = 192            # largest matrix that one block keeps in registers
-LAST_LIMIT = 128             # and the largest last block of a larger matrix, where panels would be slower
+WHOLE_LIMIT = 192            # largest matrix, or last block of a larger one, that one block keeps in registers
 BLOCK_ROWS = 512             # rows of a panel that one block keeps in registers
 PAIR = 16 * 1024             # bytes of a 64 x 64 tile in two bf16 parts
-LARFB_GROUPS, LARFB_SLOTS = 3, 8    # warpgroups of a block of the larfb kernel; at most: tiles of V in its shared memory
+LARFB_GROUPS, LARFB_SLOTS = 2, 8    # warpgroups of a block of the larfb kernel; at most: tiles of V in its shared memory
 # The larfb kernel's cycles: a block's start; a tile of 64 rows in both passes over C; a round's products with T; a cluster's meeting. From
 # the profile of its predecessor on an H200 (benchmarks/LOG.md, 6); benchmarks/stages.py measures them anew.
 LARFB_START, LARFB_TILE, LARFB_ROUND, LARFB_MEET = 5000, 4000, 3000, 4000
@@ -120,7 +119,7 @@ def larfb_shape(batch: int, rows: int, panels: int, info: DeviceInfo, backend: s
             waves = -(-batch * chunks // info.resident(ranks))
             rounds = -(-per_chunk // LARFB_GROUPS)
             cycles = waves * (LARFB_START + rounds * (panels * own_tiles * LARFB_TILE + panels * LARFB_ROUND + (ranks > 1) * panels * LARFB_MEET))
-            if slots > 0 and (best is None or cycles < best[0]):
+            if slots >= min(2, own_tiles) and (best is None or cycles < best[0]):
                 best = cycles, (ranks, chunks, slots)
         ranks *= 2
     return best[1]
@@ -131,23 +130,20 @@ def plan(batch: int, n: int, info: DeviceInfo, backend: str) -> Plan:
 
     Column by column, a panel of up to 512 rows is one block's. A taller one is spread over a cluster: as few blocks as hold it, then twice as
     many while that leaves no block without a multiprocessor; what no cluster holds stays in memory. Panels go in pairs: the second
-    is updated by the first alone, the rest by both at once. A matrix of at most 192 columns, or the last at most 128 of a larger one, is one launch."""
+    is updated by the first alone, the rest by both at once. A matrix of at most 192 columns, or the last at most 192 of a larger one, is one launch."""
     if backend == "geqrf":
         return Plan("geqrf", (), "torch.geqrf was asked for")
     if n > 128 and info.shared_bytes < BLOCKED_SHARED:
         return Plan("geqrf", (), f"n = {n} needs {BLOCKED_SHARED} bytes of shared memory a block, the device has {info.shared_bytes}")
 
-    def has_panel(column):
-        return n - column > (LAST_LIMIT if column else WHOLE_LIMIT)
-
     steps, column, panels = [], 0, 0
-    while has_panel(column):
+    while n - column > WHOLE_LIMIT:
         rows, ranks, panel_ranks = n - column, 1, 1
-        while 2 * panel_ranks <= info.max_cluster and 2 * panel_ranks * batch <= info.multiprocessors and rows > 128 * (2 * panel_ranks - 1):
+        while 2 * panel_ranks <= info.max_cluster and batch <= info.resident(2 * panel_ranks) and rows > 64 * (2 * panel_ranks - 1):
             panel_ranks *= 2
         panels += 1                                                          # not yet applied to what is right of them
         follow = (1, panel_ranks, 0)
-        if panels == 2 or not has_panel(column + PANEL):
+        if panels == 2 or n - column - PANEL <= WHOLE_LIMIT:
             follow = (1, panel_ranks, panels, *larfb_shape(batch, rows + (panels - 1) * PANEL, panels, info, backend))
             panels = 0
         while rows > BLOCK_ROWS * ranks and ranks < info.max_cluster:
@@ -1274,7 +1270,8 @@ __global__ void __launch_bounds__(Geqr2TallShape::kThreads, 1) geqr2_tall_kernel
 //   start_pairs(a, b, clear)              a warpgroup's own product of two (high, low) pairs, added to the last one's result unless clear
 //   start_registers<form, first, count>(a, b, stage, clear)   a warpgroup's own products of an Operand A and `count` (high, low) pairs B, one after
 //                      the other in memory, added to its sums first, first + 1 .. unless clear; stage (a pair) unused otherwise until finish_group
-//   finish_group(), read_group<i>(result)   for these three (sum 0 if not said); warp w has rows 16 (w % 4) ...
+//   finish_group<pending>(), read_group<i>(result)   for these three (sum 0 if not said), all or all but the last `pending` products of parts;
+//                      warp w has rows 16 (w % 4) ...
 //   close()              by the whole block, once, when it needs no product any more
 // Forms: kAtB: A given as its transpose. kABt: B as its transpose.
 enum class Form { kAtB, kAB, kABt };
@@ -1384,7 +1381,7 @@ struct MmaSync {
             }
     }
     __device__ __forceinline__ void finish() {}
-    __device__ __forceinline__ void finish_group() {}
+    template <int kPending = 0> __device__ __forceinline__ void finish_group() {}
     __device__ __forceinline__ void read(Fragment& f) { f = sums[0]; }
     template <int kSum = 0> __device__ __forceinline__ void read_group(Fragment& f) { f = sums[kSum]; }
     __device__ __forceinline__ void close() {}
@@ -1474,7 +1471,7 @@ struct Wgmma {
         }
     }
     __device__ __forceinline__ void finish() { kittens::warpgroup::mma_async_wait<0>(); }
-    __device__ __forceinline__ void finish_group() { finish(); }
+    template <int kPending = 0> __device__ __forceinline__ void finish_group() { kittens::warpgroup::mma_async_wait<kPending>(); }
     template <int kSum = 0> __device__ __forceinline__ void read_group(Fragment& f) {
         hold(sums[kSum]);
 #pragma unroll
@@ -1565,7 +1562,7 @@ struct Tcgen05 {
         }
         stage_is_read = true;
     }
-    __device__ __forceinline__ void finish_group() {
+    template <int kPending = 0> __device__ __forceinline__ void finish_group() {   // of all, whatever may stay pending
         if (threadIdx.x % 128 == 0) kittens::tensor_commit<1>(done[1 + threadIdx.x / 128]);
         kittens::wait(done[1 + threadIdx.x / 128], group_products & 1);
         ++group_products;
@@ -2268,8 +2265,9 @@ __device__ __forceinline__ void update_panel(const PanelUpdate& p, int n, Produc
 }
 
 constexpr int kPanelSharedBytes = GramShared::kBytes + 128;
-template <class Product, bool kAligned>
-__global__ void __launch_bounds__(kThreads, 2) panel_kernel(const PanelUpdate update, const PanelArgs p) {
+// kBlocks: of them on a multiprocessor. Two hide each other's waiting, one has the registers it wants.
+template <class Product, bool kAligned, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks) panel_kernel(const PanelUpdate update, const PanelArgs p) {
     extern __shared__ __align__(1024) uint8_t shared[];
     uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + GramShared::kBytes);
     Product product(barriers, reinterpret_cast<uint32_t*>(barriers + 6));
@@ -2297,17 +2295,18 @@ __global__ void __launch_bounds__(kThreads, 2) panel_kernel(const PanelUpdate up
 // before its first unit (step 0, tiles in reverse order).
 // A thread's columns: two neighbours, 16 w + 2 (l / 4) of its warp w and lane l, as the products' rows l / 4 and l / 4 + 8. Its rows of a tile:
 // 16 s + 2 (l % 4) + 0, 1, 8, 9.
+// Steps 1 and 3 take two tiles at a time, so that one's product runs while the other is split or subtracted.
 // Rows are dealt to a cluster's blocks, whose partial W^T meet in shared memory (each block adds up its share in rank
-// order and gives it to all). A block keeps `slots` tiles of V; with more rows than that the slots are refilled on the way.
+// order and gives it to all). A block keeps `slots` tiles of V; with more rows than that the slots (two at least, or all) are refilled on the way.
 // Shared memory: V (slots pairs of each panel), T of each panel, S, per warpgroup 16 KiB for the meeting, barriers.
 struct LarfbArgs {
     const float* src;
     float* dst;
     const uint8_t* v_tiles[2];     // of the panel at `col` and of the one right of it
     const uint8_t* t[2];
-    int n, col, row_blocks, units, chunks, slots;      // chunks: clusters that share a matrix's units
+    int n, col, row_blocks, units, chunks, slots, ranks;      // chunks: clusters of `ranks` blocks that share a matrix's units
 };
-constexpr int kLarfbGroups = 3, kLarfbThreads = 128 * kLarfbGroups, kLarfbSlots = 8;   // warpgroups of a block; at most: tiles of V in its shared memory
+constexpr int kLarfbGroups = 2, kLarfbThreads = 128 * kLarfbGroups, kLarfbSlots = 8;   // warpgroups of a block; at most: tiles of V in its shared memory
 // staged: 16 KiB for each warpgroup, that clusters meet in and that some products need.
 constexpr int larfb_shared_bytes(int panels, int slots, bool staged) {
     return 1024 + (slots * panels + 2 * panels - 1 + (staged ? kLarfbGroups : 0)) * kPairBytes;
@@ -2318,11 +2317,7 @@ __global__ void __launch_bounds__(kLarfbThreads, 1) larfb_kernel(const LarfbArgs
     extern __shared__ __align__(1024) uint8_t shared[];
     constexpr int kSlotBytes = kPanels * kPairBytes;
     const int tid = threadIdx.x, lane = tid % 32, warp = __shfl_sync(0xffffffffu, tid / 32, 0), group = warp / 4, in_group = tid % 128;
-    uint32_t rank = 0, ranks = 1;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
-#endif
+    const int ranks = p.ranks, rank = blockIdx.x % ranks;                    // known to be uniform, unlike the special registers
     uint64_t* const full = reinterpret_cast<uint64_t*>(shared);             // slot s has been loaded
     uint64_t* const t_full = full + kLarfbSlots;
     uint64_t* const met = t_full + 1 + 2 * group;                           // one arrival from each rank
@@ -2371,32 +2366,35 @@ __global__ void __launch_bounds__(kLarfbThreads, 1) larfb_kernel(const LarfbArgs
     int unit = static_cast<long>(p.units) * chunk / p.chunks + group;
     int left = 0;                                                           // rows of C from the thread's first one to the end
     bool pair = true;                                                       // the thread's second column is still C's
-    long origin = 0;                                                        // the thread's first entry in tile 0
+    int origin = 0;                                                         // the thread's first entry from its tile's first row on
     auto place = [&](int u) {
         const int column = p.col + kPanels * kPanelWidth + 64 * u + warp % 4 * 16 + lane / 4 * 2;
-        origin = (matrix * p.n + row0 + lane % 4 * 2) * p.n + column;
+        origin = lane % 4 * 2 * p.n + column;
         left = u < unit1 && column < p.n ? rows - lane % 4 * 2 : 0;
         if (!kEven) pair = column + 1 < p.n;
     };
-    float2 c[4][4];                                                         // [s][row 0, 1, 8, 9]
-    const long n = p.n;
-    const auto row_after = [](int j) { return j % 2 + j / 2 * 8; };
-    // Rows of one s from `at`, of which `more` are C's.
-    auto fetch = [&](const float* at, int more, float2 (&x)[4]) {
+    float2 c[2][4][4];                                                      // [tile of a pair][s][row 0, 1, 8, 9]
+    const auto row_of = [](int s, int j) { return 16 * s + j % 2 + j / 2 * 8; };
+    const long tile_stride = 64l * p.n, first_tile = (matrix * p.n + row0) * p.n;
+    // Rows of one s of tile t. Addresses are a uniform pointer and the thread's 32-bit offset, or they would be spilled.
+    auto fetch = [&](int t, int s, float2 (&x)[4]) {
+        const float* const tile = p.src + (first_tile + t * tile_stride);
+        const int more = left - 64 * t;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
+            const float* const at = tile + static_cast<long>(row_of(s, j)) * p.n + origin;
             x[j] = make_float2(0, 0);
-            if (row_after(j) < more) {
-                if (kEven) x[j] = *reinterpret_cast<const float2*>(at + row_after(j) * n);
-                else { x[j].x = at[row_after(j) * n]; if (pair) x[j].y = at[row_after(j) * n + 1]; }
+            if (row_of(s, j) < more) {
+                if (kEven) x[j] = *reinterpret_cast<const float2*>(at);
+                else { x[j].x = at[0]; if (pair) x[j].y = at[1]; }
             }
         }
     };
-    auto fetch_tile = [&](int t) {
-        const float* at = p.src + origin + 64 * t * n;
+    auto fetch_tile = [&](int t, float2 (&x)[4][4]) {
 #pragma unroll
-        for (int s = 0; s < 4; ++s, at += 16 * n) fetch(at, left - 64 * t - 16 * s, c[s]);
+        for (int s = 0; s < 4; ++s) fetch(t, s, x[s]);
     };
+    const auto after = [&](int slot) { return slot + 1 < p.slots ? slot + 1 : 0; };
     uint32_t full_parity = 0;
     auto wait_for = [&](int slot) {
         barrier_wait(full + slot, full_parity >> slot & 1);
@@ -2412,28 +2410,42 @@ __global__ void __launch_bounds__(kLarfbThreads, 1) larfb_kernel(const LarfbArgs
             load_tile(slot, next);
         }
     };
-    int met_parity = 0;
-    // f, summed over the ranks in their order
+    int meetings = 0;
+    // f, summed over the ranks in their order: two read each other's; more than two add up a share each and give it to all
     auto meet = [&](Fragment& f) {
         float4* const sum = reinterpret_cast<float4*>(stage);
+        const int parity = meetings & 1;
+        if (ranks == 2 && meetings) barrier_wait_cluster(met + 1, parity ^ 1);   // what was there has been read
+        ++meetings;
 #pragma unroll
         for (int b = 0; b < 8; ++b) sum[128 * b + in_group] = make_float4(f.v[b][0].x, f.v[b][0].y, f.v[b][1].x, f.v[b][1].y);
         group_sync(group);
         if (in_group < ranks) barrier_arrive_in(met, in_group);
-        barrier_wait_cluster(met, met_parity);
+        barrier_wait_cluster(met, parity);
+        if (ranks == 2) {
+            const float4* const theirs = in_rank(sum, rank ^ 1);
+#pragma unroll
+            for (int b = 0; b < 8; ++b) {
+                const float4 x = theirs[128 * b + in_group];
+                f.v[b][0] = make_float2(f.v[b][0].x + x.x, f.v[b][0].y + x.y);   // the same sum in both
+                f.v[b][1] = make_float2(f.v[b][1].x + x.z, f.v[b][1].y + x.w);
+            }
+            group_sync(group);
+            if (in_group < ranks) barrier_arrive_in(met + 1, in_group);
+            return;
+        }
         for (int e = 1024 * rank / ranks + in_group; e < 1024 * (rank + 1) / ranks; e += 128) {
             float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll 4
-            for (uint32_t q = 0; q < ranks; ++q) {
+            for (int q = 0; q < ranks; ++q) {
                 const float4 x = in_rank(sum, q)[e];
                 total = make_float4(total.x + x.x, total.y + x.y, total.z + x.z, total.w + x.w);
             }
-            for (uint32_t q = 0; q < ranks; ++q) in_rank(sum, q)[e] = total;
+            for (int q = 0; q < ranks; ++q) in_rank(sum, q)[e] = total;
         }
         group_sync(group);
         if (in_group < ranks) barrier_arrive_in(met + 1, in_group);
-        barrier_wait_cluster(met + 1, met_parity);
-        met_parity ^= 1;
+        barrier_wait_cluster(met + 1, parity);
 #pragma unroll
         for (int b = 0; b < 8; ++b) {
             const float4 x = sum[128 * b + in_group];
@@ -2443,7 +2455,7 @@ __global__ void __launch_bounds__(kLarfbThreads, 1) larfb_kernel(const LarfbArgs
         group_sync(group);
     };
 
-    // 0. -S = -V1^T V2: each warpgroup every third tile, then summed over them and over the ranks
+    // 0. -S = -V1^T V2: each warpgroup its share of the tiles, then summed over them and over the ranks
     if constexpr (kPanels == 2) {
         Fragment f;
         bool clear = true;
@@ -2475,7 +2487,7 @@ __global__ void __launch_bounds__(kLarfbThreads, 1) larfb_kernel(const LarfbArgs
 #pragma unroll
             for (int b = 0; b < 8; ++b) {
                 float4 total = make_float4(0, 0, 0, 0);
-                for (uint32_t q = 0; q < ranks; ++q) {
+                for (int q = 0; q < ranks; ++q) {
                     const float4 x = in_rank(sum, q)[128 * b + in_group];
                     total = make_float4(total.x + x.x, total.y + x.y, total.z + x.z, total.w + x.w);
                 }
@@ -2502,81 +2514,105 @@ __global__ void __launch_bounds__(kLarfbThreads, 1) larfb_kernel(const LarfbArgs
     }
     const int first_unit = unit - group;
     place(unit);
-    fetch_tile(0);
+    fetch_tile(0, c[0]);
+    fetch_tile(1, c[1]);
 #pragma unroll 1
     for (; unit - group < unit1; unit += kLarfbGroups) {
         if (unit >= unit1 && !refills) break;                               // with refills every warp takes part to the end
         const bool first = unit - group == first_unit;
-        Operand a, a2;
+        Operand a[2];
         Fragment f;
         // 1. W^T = C^T V
 #pragma unroll 1
-        for (int t = 0, slot = 0; t < tiles; ++t, slot = slot + 1 < p.slots ? slot + 1 : 0) {
-            const float* ahead = p.src + origin + 64 * (t + 1) * n;
+        for (int t = 0, slot = 0; t < tiles; t += 2) {
+            const int slot2 = t + 1 < tiles ? after(slot) : slot;           // without a second tile: once more the first one's V, and zeros for C
 #pragma unroll
-            for (int s = 0; s < 4; ++s, ahead += 16 * n) {
+            for (int h = 0; h < 2; ++h) {
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    split_bf16(c[s][2 * h].x, c[s][2 * h + 1].x, a.high[s][2 * h], a.low[s][2 * h]);
-                    split_bf16(c[s][2 * h].y, c[s][2 * h + 1].y, a.high[s][2 * h + 1], a.low[s][2 * h + 1]);
+                for (int s = 0; s < 4; ++s) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        split_bf16(c[h][s][2 * e].x, c[h][s][2 * e + 1].x, a[h].high[s][2 * e], a[h].low[s][2 * e]);
+                        split_bf16(c[h][s][2 * e].y, c[h][s][2 * e + 1].y, a[h].high[s][2 * e + 1], a[h].low[s][2 * e + 1]);
+                    }
+                    if (t + 2 < tiles) fetch(t + 2 + h, s, c[h][s]);        // the last pair's C stays for step 3
                 }
-                if (t + 1 < tiles) fetch(ahead, left - 64 * (t + 1) - 16 * s, c[s]);   // the last tile's C stays for step 3
+                if (t + h < tiles && ((kPanels == 1 && first) || t + h >= p.slots)) wait_for(h ? slot2 : slot);
+                product.template start_registers<Form::kAB, 0, kPanels>(a[h], slots + (h ? slot2 : slot) * kSlotBytes, stage, h == 0 && t == 0);
             }
-            if ((kPanels == 1 && first) || t >= p.slots) wait_for(slot);
-            product.template start_registers<Form::kAB, 0, kPanels>(a, slots + slot * kSlotBytes, stage, t == 0);
             product.finish_group();
             if (t + p.slots < tiles) release(slot, t + p.slots);
+            if (t + 1 + p.slots < tiles) release(slot2, t + 1 + p.slots);
+            slot = after(slot2);
         }
         product.read_group(f);
         if (ranks > 1) meet(f);
         // 2. Y^T = W^T T
-        split(a, f);
+        split(a[0], f);
         uint8_t* t1 = sT;
         asm volatile("" : "+l"(t1));                                        // or operands' descriptors are made before the loop, and spilled
         if (first) barrier_wait(t_full, 0);
-        product.template start_registers<Form::kAB, 0, 1>(a, t1, stage, true);
+        product.template start_registers<Form::kAB, 0, 1>(a[0], t1, stage, true);
         product.finish_group();
         product.read_group(f);
-        split(a, f);
+        split(a[0], f);
         if constexpr (kPanels == 2) {
             if (rank == 0) {                                                // once for all ranks' parts of W2
-                product.template start_registers<Form::kAB, 1, 1>(a, t1 + 2 * kPairBytes, stage, false);
+                product.template start_registers<Form::kAB, 1, 1>(a[0], t1 + 2 * kPairBytes, stage, false);
                 product.finish_group();
             }
             product.template read_group<1>(f);
             if (ranks > 1) meet(f);
-            split(a2, f);
-            product.template start_registers<Form::kAB, 1, 1>(a2, t1 + kPairBytes, stage, true);
+            split(a[1], f);
+            product.template start_registers<Form::kAB, 1, 1>(a[1], t1 + kPairBytes, stage, true);
             product.finish_group();
             product.template read_group<1>(f);
-            split(a2, f);
+            split(a[1], f);
         }
-        // 3. C^T -= Y^T V^T
-#pragma unroll 1
-        for (int t = tiles - 1, slot = t % p.slots; t >= 0; --t, slot = slot ? slot - 1 : p.slots - 1) {
-            if (t < tiles - p.slots) wait_for(slot);
-            product.template start_registers<Form::kABt, 0, 1>(a, slots + slot * kSlotBytes, stage, true);
-            if constexpr (kPanels == 2) product.template start_registers<Form::kABt, 0, 1>(a2, slots + slot * kSlotBytes + kPairBytes, stage, false);
-            product.finish_group();
-            product.read_group(f);
-            if (t >= p.slots) release(slot, t - p.slots);
-            float* to = p.dst + origin + 64 * t * n;
+        // 3. C^T -= Y^T V^T, the second tile of a pair first; the other's product goes on while it is subtracted
+        auto subtract = [&](int t, const float2 (&x)[4][4]) {
+            float* const tile = p.dst + (first_tile + t * tile_stride);
+            const int more = left - 64 * t;
 #pragma unroll
-            for (int s = 0; s < 4; ++s, to += 16 * n)
+            for (int s = 0; s < 4; ++s)
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    const float2 *const y = f.v[2 * s + j / 2], x = j % 2 ? make_float2(y[0].y, y[1].y) : make_float2(y[0].x, y[1].x);
-                    float* const at = to + row_after(j) * n;
-                    if (64 * t + 16 * s + row_after(j) < left) {
-                        if (kEven) *reinterpret_cast<float2*>(at) = make_float2(c[s][j].x - x.x, c[s][j].y - x.y);
-                        else { at[0] = c[s][j].x - x.x; if (pair) at[1] = c[s][j].y - x.y; }
+                    const float2 *const y = f.v[2 * s + j / 2], z = j % 2 ? make_float2(y[0].y, y[1].y) : make_float2(y[0].x, y[1].x);
+                    float* const at = tile + static_cast<long>(row_of(s, j)) * p.n + origin;
+                    if (row_of(s, j) < more) {
+                        if (kEven) __stcs(reinterpret_cast<float2*>(at), make_float2(x[s][j].x - z.x, x[s][j].y - z.y));   // C to come has the better claim to L2
+                        else { at[0] = x[s][j].x - z.x; if (pair) at[1] = x[s][j].y - z.y; }
                     }
                 }
-            if (t) fetch_tile(t - 1);
+        };
+        const int last = (tiles - 1) / 2 * 2;
+#pragma unroll 1
+        for (int t = last, slot = last % p.slots; t >= 0; t -= 2) {
+            const int slot2 = t + 1 < tiles ? after(slot) : slot;
+            if (t + 1 < tiles - p.slots) wait_for(slot2);
+            if (t < tiles - p.slots) wait_for(slot);
+            uint8_t *const v2 = slots + slot2 * kSlotBytes, *const v = slots + slot * kSlotBytes;
+            product.template start_registers<Form::kABt, 0, 1>(a[0], v2, stage, true);
+            if constexpr (kPanels == 2) product.template start_registers<Form::kABt, 0, 1>(a[1], v2 + kPairBytes, stage, false);
+            product.template start_registers<Form::kABt, 1, 1>(a[0], v, stage, true);
+            if constexpr (kPanels == 2) product.template start_registers<Form::kABt, 1, 1>(a[1], v + kPairBytes, stage, false);
+            product.template finish_group<3 * kPanels>();
+            product.read_group(f);
+            subtract(t + 1, c[1]);
+            if (t) fetch_tile(t - 1, c[1]);
+            product.finish_group();
+            product.template read_group<1>(f);
+            if (t + 1 >= p.slots && t + 1 < tiles) release(slot2, t + 1 - p.slots);
+            if (t >= p.slots) release(slot, t - p.slots);
+            subtract(t, c[0]);
+            if (t) fetch_tile(t - 2, c[0]);
+            slot = slot > 1 ? slot - 2 : slot + p.slots - 2;
         }
         place(unit + kLarfbGroups);
-        fetch_tile(0);
+        fetch_tile(0, c[0]);
+        fetch_tile(1, c[1]);
     }
+    if (ranks == 2 && meetings) barrier_wait_cluster(met + 1, (meetings & 1) ^ 1);   // nobody reads from a block that is gone
     product.close();
 }
 
@@ -2593,10 +2629,11 @@ thread_local char error_text[256];
 
 struct Launcher {
     const char* error = nullptr;
-    int shared_limit = 0;
+    int shared_limit = 0, multiprocessors = 0;
     Launcher() {
         int device = 0;
-        if (cudaGetDevice(&device) != cudaSuccess || cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess)
+        if (cudaGetDevice(&device) != cudaSuccess || cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess
+            || cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
             error = "qr_geqrf: no current CUDA device";
     }
     template <typename... Args>
@@ -2642,7 +2679,9 @@ template <int R> void geqr2_cluster(Launcher& launch, const PanelArgs& p, int ba
     launch("geqr2_cluster_kernel", geqr2_cluster_kernel<R>, static_cast<long>(batch) * ranks, Shape::kThreads, Shape::kSmemBytes, ranks, p);
 }
 template <class Product> void panel(Launcher& launch, const PanelUpdate& update, const PanelArgs& p, int batch, int ranks) {
-    launch("panel_kernel", p.n % 4 ? panel_kernel<Product, false> : panel_kernel<Product, true>, static_cast<long>(batch) * ranks, kThreads, kPanelSharedBytes, ranks, update, p);
+    const long blocks = static_cast<long>(batch) * ranks;
+    launch("panel_kernel", p.n % 4 ? panel_kernel<Product, false, 1> : blocks > launch.multiprocessors ? panel_kernel<Product, true, 2> : panel_kernel<Product, true, 1>,
+           blocks, kThreads, kPanelSharedBytes, ranks, update, p);
 }
 void panel(Launcher& launch, const PanelUpdate& update, const PanelArgs& p, int batch, int ranks, int backend) {
 #if defined(KITTENS_HOPPER)
@@ -2653,22 +2692,22 @@ void panel(Launcher& launch, const PanelUpdate& update, const PanelArgs& p, int 
 #endif
     panel<MmaSync>(launch, update, p, batch, ranks);
 }
-template <class Product, int kPanels> void larfb(Launcher& launch, const LarfbArgs& p, int batch, int ranks) {
-    launch("larfb_kernel", p.n % 2 ? larfb_kernel<Product, kPanels, false> : larfb_kernel<Product, kPanels, true>, static_cast<long>(batch) * p.chunks * ranks,
-           kLarfbThreads, larfb_shared_bytes(kPanels, p.slots, Product::kStaged || ranks > 1), ranks, p);
+template <class Product, int kPanels> void larfb(Launcher& launch, const LarfbArgs& p, int batch) {
+    launch("larfb_kernel", p.n % 2 ? larfb_kernel<Product, kPanels, false> : larfb_kernel<Product, kPanels, true>, static_cast<long>(batch) * p.chunks * p.ranks,
+           kLarfbThreads, larfb_shared_bytes(kPanels, p.slots, Product::kStaged || p.ranks > 1), p.ranks, p);
 }
-template <class Product> void larfb(Launcher& launch, const LarfbArgs& p, int batch, int ranks, int panels) {
-    if (panels == 2) larfb<Product, 2>(launch, p, batch, ranks);
-    else larfb<Product, 1>(launch, p, batch, ranks);
+template <class Product> void larfb(Launcher& launch, const LarfbArgs& p, int batch, int panels) {
+    if (panels == 2) larfb<Product, 2>(launch, p, batch);
+    else larfb<Product, 1>(launch, p, batch);
 }
-void larfb(Launcher& launch, const LarfbArgs& p, int batch, int ranks, int panels, int backend) {
+void larfb(Launcher& launch, const LarfbArgs& p, int batch, int panels, int backend) {
 #if defined(KITTENS_HOPPER)
-    if (backend == kWgmma) return larfb<Wgmma>(launch, p, batch, ranks, panels);
+    if (backend == kWgmma) return larfb<Wgmma>(launch, p, batch, panels);
 #endif
 #if defined(KITTENS_BLACKWELL)
-    if (backend == kTcgen05) return larfb<Tcgen05>(launch, p, batch, ranks, panels);
+    if (backend == kTcgen05) return larfb<Tcgen05>(launch, p, batch, panels);
 #endif
-    larfb<MmaSync>(launch, p, batch, ranks, panels);
+    larfb<MmaSync>(launch, p, batch, panels);
 }
 }  // namespace
 
@@ -2734,10 +2773,9 @@ extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work
             }
         }
         if (values[6] == 2)
-            larfb(launch, {before.src, H, {before.v_tiles, p.v_tiles}, {before.t, p.t}, n, before.col, before.row_blocks, p.row_blocks - 1, values[8], values[9]},
-                  batch, values[7], 2, backend);
+            larfb(launch, {before.src, H, {before.v_tiles, p.v_tiles}, {before.t, p.t}, n, before.col, before.row_blocks, p.row_blocks - 1, values[8], values[9], values[7]}, batch, 2, backend);
         if (values[6] == 1)
-            larfb(launch, {p.src, H, {p.v_tiles}, {p.t}, n, p.col, p.row_blocks, p.row_blocks - 1, values[8], values[9]}, batch, values[7], 1, backend);
+            larfb(launch, {p.src, H, {p.v_tiles}, {p.t}, n, p.col, p.row_blocks, p.row_blocks - 1, values[8], values[9], values[7]}, batch, 1, backend);
     }
     return launch.error;
 }

@@ -62,7 +62,7 @@ struct HostProduct {
         __syncwarp();
     }
     void finish() {}
-    void finish_group() {}
+    template <int kPending = 0> void finish_group() {}
     void read(Fragment& f) { f = results[0]; }
     template <int kSum = 0> void read_group(Fragment& f) { f = results[kSum]; }
     void close() {}

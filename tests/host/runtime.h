@@ -149,6 +149,7 @@ inline void load_pair(uint8_t* to, const uint8_t* from, uint64_t* full) {
     }
 }
 inline int count_block(int* counter) { return std::atomic_ref<int>(*counter).fetch_add(1); }
+inline void __stcs(float2* to, float2 x) { *to = x; }
 inline void fence_async_proxy() {}
 inline void copy_async_16(void* to, const void* from) { memcpy(to, from, 16); }
 inline void copy_async_4(void* to, const void* from) { memcpy(to, from, 4); }
@@ -158,6 +159,7 @@ template <int N> void copy_async_wait() {}
 // ---- launches: error names a kernel that cannot run here
 struct Launcher {
     const char* error = nullptr;
+    int multiprocessors = 1;
     template <typename... Args> void operator()(const char*, void (*kernel)(Args...), long blocks, int threads, int bytes, int ranks, Args... args) {
         for (long first = 0; first < blocks && !error; first += ranks) {
             Cluster together;
