@@ -6,16 +6,16 @@ without waiting for them. No derivative, as for torch.geqrf.
 
 How it works: columns are factored in panels of 64 (geqr2). A panel is taken from its Gram matrix, in one meeting of its rows,
 unless its columns are nearly dependent: then column by column, in float32. The panel's reflectors V come with T, which gathers
-them into I - V T V^T (larft), and are applied to the columns right of it (larfb) on tensor cores, every float32 operand split
-into two bf16 parts, three products of parts, float32 sums. The next panel is factored in the launch that updates the rest. A matrix of up to 192 columns
-is one launch, with no T.
+them into I - V T V^T (larft). Panels go in pairs: the first is applied to the second, then both at once to the columns right of them
+(larfb), on tensor cores, every float32 operand split into two bf16 parts, three products of parts, float32 sums. A matrix of up to 192
+columns, or the last of a larger one, is one launch, with no T.
 
 File map
   Route:        plan, plan_for, custom_kernel
   CUDA, shared: split_bf16, take_bf16, warp_sum
-  geqr2:        larfg, geqr2_whole_kernel, geqr2_kernel, geqr2_cluster_kernel, geqr2_tall_kernel, gram_panel (gram_factor, invert_upper)
+  geqr2:        larfg, geqr2_whole_kernel, geqr2_kernel, geqr2_cluster_kernel, geqr2_tall_kernel, gram_panel (gram_factor)
   larft:        larft (gram_panel makes its own T)
-  larfb:        MmaSync, Wgmma, Tcgen05 (products of tiles), larfb, step_kernel (the update beside the next panel)
+  larfb:        MmaSync, Wgmma, Tcgen05 (products of tiles), update_panel (of a pair's second panel), larfb_kernel
   Host driver:  qr_geqrf
   Build:        find_thunderkittens, check_toolchain, build
   Choice:       candidates, prove, prove_apart, choose_backend
@@ -739,7 +739,8 @@ __global__ void __launch_bounds__(32 * Q, 1) geqr2_whole_kernel(const PanelArgs 
 // ---------------------------------------------------------------------------------------------------------------------
 // geqr2 of a panel, column by column, in one block's registers
 // ---------------------------------------------------------------------------------------------------------------------
-// Factors 64 columns, col.., of every matrix that the Gram kernel declined, at most 32 R rows; writes H, tau, V tiles and T.
+// Factors 64 columns, col.., of every matrix that the Gram kernel declined, at most 32 R rows; writes H, tau, V tiles and T. Here too columns are
+// scaled by powers of two on the way in, and R back on the way out.
 //
 // Decomposition: one block per matrix, warp q owns columns CW q .. CW q + CW - 1 over all rows, lane l rows l, l + 32, ...
 // The warps form a chain: a warp applies every reflector of the warps before it, then makes its own CW reflectors without
@@ -748,7 +749,7 @@ __global__ void __launch_bounds__(32 * Q, 1) geqr2_whole_kernel(const PanelArgs 
 template <int R, int CW, int NW> struct Geqr2Shape {
     static constexpr int kColumns = CW * NW, kRows = 32 * R, kThreads = 32 * NW;
     static constexpr int kStageFloats = kRows * (kColumns + 4);
-    static constexpr int kSmemBytes = 4 * kStageFloats + 8 * kColumns + 4 * kColumns + 4 * kPanelWidth * kTPitch;
+    static constexpr int kSmemBytes = 4 * kStageFloats + 8 * kColumns + 4 * 2 * kColumns + 4 * kPanelWidth * kTPitch;
     static_assert(32 % CW == 0 && kColumns <= kRows && kColumns == kPanelWidth);
 };
 
@@ -760,7 +761,8 @@ __global__ void __launch_bounds__(32 * NW, 1) geqr2_kernel(const PanelArgs p) {
     float* const stage = smem;                                              // M x (W + 4), or W slots of M
     uint64_t* const published = reinterpret_cast<uint64_t*>(smem + Shape::kStageFloats);   // one per column: 32 arrivals
     float* const s_tau = reinterpret_cast<float*>(published + W);
-    float* const sG = s_tau + W;
+    float* const s_unscale = s_tau + W;                                     // what a column's R is multiplied with on the way out
+    float* const sG = s_unscale + W;
     const long matrix = blockIdx.x;
     if (p.redo && !p.redo[matrix]) return;
     const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * CW;
@@ -779,6 +781,16 @@ __global__ void __launch_bounds__(32 * NW, 1) geqr2_kernel(const PanelArgs p) {
             const float4 x = i < m ? *reinterpret_cast<const float4*>(stage + i * (W + 4) + first + j) : make_float4(0, 0, 0, 0);
             a[r][j] = x.x; a[r][j + 1] = x.y; a[r][j + 2] = x.z; a[r][j + 3] = x.w;
         }
+#pragma unroll
+    for (int j = 0; j < CW; ++j) {                                          // entries near 1
+        float largest = 0, scale, unscale;
+#pragma unroll
+        for (int r = 0; r < R; ++r) largest = fmaxf(largest, fabsf(a[r][j]));
+        scale_for(warp_max(largest), scale, unscale);
+#pragma unroll
+        for (int r = 0; r < R; ++r) a[r][j] *= scale;
+        if (lane == 0) s_unscale[first + j] = unscale;
+    }
     __syncthreads();                                                        // the slots take the stage's place
 
     // Reflectors of the warps before: C -= tau v (v^T C). Rows above segment k / 32 hold zeros of v.
@@ -924,6 +936,10 @@ __global__ void __launch_bounds__(32 * NW, 1) geqr2_kernel(const PanelArgs p) {
         }
     __syncthreads();                                                        // everyone is done with the slots
 #pragma unroll
+    for (int j = 0; j < CW; ++j)
+#pragma unroll
+        for (int r = 0; r < kSegments; ++r) a[r][j] *= 32 * r + lane <= first + j ? s_unscale[first + j] : 1.0f;
+#pragma unroll
     for (int r = 0; r < R; ++r)
 #pragma unroll
         for (int j = 0; j < CW; j += 4)
@@ -951,7 +967,7 @@ template <int R> struct Geqr2ClusterShape {
     static constexpr int CW = 4, NW = 16, kRows = 32 * R, kThreads = 32 * NW;
     static constexpr int kStageFloats = kRows * (kPanelWidth + 4) > 2 * kPanelWidth * kTPitch ? kRows * (kPanelWidth + 4) : 2 * kPanelWidth * kTPitch;
     static constexpr int kSmemBytes = 4 * kStageFloats + 8 * (kPanelWidth + 2 * NW) + 4 * NW * 2 * kMaxCluster * kMessage
-                                      + 4 * 2 * kPanelWidth + 4 * kPanelWidth * kTPitch;
+                                      + 4 * 3 * kPanelWidth + 4 * kPanelWidth * kTPitch;
 };
 
 template <int R>
@@ -966,7 +982,8 @@ __global__ void __launch_bounds__(512, 1) geqr2_cluster_kernel(const PanelArgs p
     float* const mail = reinterpret_cast<float*>(met + 2 * NW);             // per warp, buffer, rank: one message
     float* const s_tau = mail + NW * 2 * kMaxCluster * kMessage;
     float* const s_alpha = s_tau + W;
-    float* const sG = s_alpha + W;
+    float* const s_unscale = s_alpha + W;
+    float* const sG = s_unscale + W;
     uint32_t rank, ranks;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
@@ -1016,6 +1033,25 @@ __global__ void __launch_bounds__(512, 1) geqr2_cluster_kernel(const PanelArgs p
         for (int i = 0; i < 10; ++i) v[i] = __shfl_sync(0xffffffffu, sum, i);
         ++turn;
     };
+    {                                                                       // columns to entries near 1
+        float largest[10] = {};
+#pragma unroll
+        for (int j = 0; j < CW; ++j) {
+#pragma unroll
+            for (int r = 0; r < R; ++r) largest[j] = fmaxf(largest[j], fabsf(a[r][j]));
+            largest[j] = warp_max(largest[j]);
+        }
+        meet(largest, true);
+#pragma unroll
+        for (int j = 0; j < CW; ++j) {
+            float scale, unscale;
+            scale_for(largest[j], scale, unscale);
+#pragma unroll
+            for (int r = 0; r < R; ++r) a[r][j] *= scale;
+            if (lane == 0) s_unscale[first + j] = unscale;
+        }
+        __syncwarp();
+    }
     auto publish = [&](int k) {                                             // the raw tail of column k, by its owner
 #pragma unroll
         for (int r = 0; r < R; ++r) {
@@ -1103,6 +1139,11 @@ __global__ void __launch_bounds__(512, 1) geqr2_cluster_kernel(const PanelArgs p
         if (k + 1 < w && first <= k + 1 && k + 1 < first + CW) publish(k + 1);
     }
     __syncthreads();
+    if (rank == 0)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int j = 0; j < CW; ++j) a[r][j] *= 32 * r + lane <= first + j ? s_unscale[first + j] : 1.0f;
 #pragma unroll
     for (int r = 0; r < R; ++r)
         *reinterpret_cast<float4*>(stage + (32 * r + lane) * (W + 4) + first) = make_float4(a[r][0], a[r][1], a[r][2], a[r][3]);
@@ -1154,12 +1195,6 @@ __global__ void __launch_bounds__(Geqr2TallShape::kThreads, 1) geqr2_tall_kernel
     float* const dst = p.dst + (matrix * p.n + p.col) * p.n + p.col + c;
 
     for (int e = threadIdx.x; e < W * kTPitch; e += blockDim.x) sG[e] = 0;
-    if (src != dst)
-        for (int i = row0 + warp; i < row1; i += kWarps) {
-            const long at = static_cast<long>(i) * p.n;
-            dst[at] = src[at];
-            dst[at + 1] = src[at + 1];
-        }
     // total = value summed over warps and ranks, or its maximum; each lane brings its two columns' values, `row` goes along
     auto meet = [&](float2 value, float2 row, bool maximum) {
         *reinterpret_cast<float2*>(partial + warp * W + c) = value;
@@ -1181,6 +1216,19 @@ __global__ void __launch_bounds__(Geqr2TallShape::kThreads, 1) geqr2_tall_kernel
         if (ranks > 1) cluster_sync();                                      // the mail is read: it may be overwritten
         else __syncthreads();
     };
+    float2 largest = make_float2(0, 0), scales, unscales;                     // columns to entries near 1, and R back in the end
+    for (int i = row0 + warp; i < row1; i += kWarps) {
+        const float* const at = src + static_cast<long>(i) * p.n;
+        largest = make_float2(fmaxf(largest.x, fabsf(at[0])), fmaxf(largest.y, fabsf(at[1])));
+    }
+    meet(largest, make_float2(0, 0), true);
+    scale_for(total[c], scales.x, unscales.x);
+    scale_for(total[c + 1], scales.y, unscales.y);
+    for (int i = row0 + warp; i < row1; i += kWarps) {
+        const long at = static_cast<long>(i) * p.n;
+        dst[at] = src[at] * scales.x;
+        dst[at + 1] = src[at + 1] * scales.y;
+    }
     // body(row, first entry, second entry, the row's entry in column k) over the warp's rows below row k
     auto below = [&](int k, auto body) {
         for (int i = max(row0, k + 1) / kWarps * kWarps + warp; i < row1; i += kWarps) {
@@ -1243,6 +1291,12 @@ __global__ void __launch_bounds__(Geqr2TallShape::kThreads, 1) geqr2_tall_kernel
             dst[diagonal] = c == k ? h.beta : total[W + c] + f.x;
             dst[diagonal + 1] = c + 1 == k ? h.beta : total[W + c + 1] + f.y;
         }
+    }
+    __syncthreads();
+    for (int i = row0 + warp; i < min(row1, W); i += kWarps) {
+        const long at = static_cast<long>(i) * p.n;
+        if (i <= c) dst[at] *= unscales.x;
+        if (i <= c + 1) dst[at + 1] *= unscales.y;
     }
     __syncthreads();
     if (rank == 0 && threadIdx.x < W) p.tau[matrix * p.n + p.col + threadIdx.x] = s_tau[threadIdx.x];
@@ -2814,12 +2868,14 @@ CPP_SOURCE = r"""
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+
 extern "C" const char* qr_geqrf(const float*, float*, float*, void*, int, int, const int*, int, int);
 extern "C" long qr_work_bytes(int, int);
 extern "C" int qr_resident_clusters(int);
 
-// A: batch x n x n, float32, CUDA, contiguous; steps: the plan's, flattened to 32-bit integers. Returns H, tau. Work space: 512 bytes a row of
-// A and 32 KiB a matrix, from torch's allocator.
+// A: batch x n x n, float32, CUDA, contiguous; steps: the plan's, flattened to 32-bit integers. Returns H, tau. Work space from torch's allocator:
+// 512 bytes a row of A and 32 KiB a matrix, but at most a quarter of A and 64 MiB; where that is less than all need, they go in several parts.
 std::tuple<at::Tensor, at::Tensor> geqrf(const at::Tensor& A, const pybind11::bytes& steps, int backend) {
     const c10::DeviceGuard guard(A.device());
     const auto options = A.options().requires_grad(false);
@@ -2827,11 +2883,20 @@ std::tuple<at::Tensor, at::Tensor> geqrf(const at::Tensor& A, const pybind11::by
     // The kernels load 16 bytes at a time; a view may start anywhere.
     const at::Tensor aligned = reinterpret_cast<uintptr_t>(A.const_data_ptr()) % 16 ? A.clone() : A;
     at::Tensor H = at::empty(A.sizes(), options), tau = at::empty({batch, n}, options), work;
-    if (count > 1) work = at::empty({qr_work_bytes(batch, n)}, options.dtype(at::kByte));
-    const char* error = qr_geqrf(aligned.const_data_ptr<float>(), H.mutable_data_ptr<float>(), tau.mutable_data_ptr<float>(),
-                                 count > 1 ? work.mutable_data_ptr() : nullptr, batch, n,
-                                 reinterpret_cast<const int*>(PYBIND11_BYTES_AS_STRING(steps.ptr())), count, backend);
-    TORCH_CHECK(!error, error);
+    int part = batch;
+    if (count > 1) {
+        const long limit = A.numel() + (64l << 20);                         // in bytes: a quarter of 4 A.numel(), and 64 MiB
+        const long parts = (qr_work_bytes(batch, n) + limit - 1) / limit;
+        part = (batch + parts - 1) / parts;
+        work = at::empty({qr_work_bytes(part, n)}, options.dtype(at::kByte));
+    }
+    const long square = static_cast<long>(n) * n;
+    for (long first = 0; first < batch; first += part) {
+        const char* error = qr_geqrf(aligned.const_data_ptr<float>() + first * square, H.mutable_data_ptr<float>() + first * square, tau.mutable_data_ptr<float>() + first * n,
+                                     count > 1 ? work.mutable_data_ptr() : nullptr, std::min<long>(part, batch - first), n,
+                                     reinterpret_cast<const int*>(PYBIND11_BYTES_AS_STRING(steps.ptr())), count, backend);
+        TORCH_CHECK(!error, error);
+    }
     return {H, tau};
 }
 

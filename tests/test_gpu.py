@@ -156,7 +156,7 @@ def test_extreme_scales(n):
     A = normal(3, n, n)
     for scale in (1e-30, 1e-20, 1e18, 1e30):
         check(A * scale, factor(A * scale))
-    decades = torch.logspace(-30, 30, n, device="cuda")
+    decades = torch.logspace(-35, 36, n, device="cuda")
     check(A * decades, factor(A * decades))
     check(A * decades.flip(0), factor(A * decades.flip(0)))
 
