@@ -1659,7 +1659,7 @@ struct Tcgen05 {
 // With G = P^T P of the panel's 64 columns, R is the Cholesky factor of G with signs: row k is G_k / beta_k with
 // beta_k = -sign(alpha_k) sqrt(G_kk). The reflectors V (unit lower trapezoidal) satisfy V U = P - [R; 0]: the top 64 x 64 part
 // is an LU without pivoting, whose pivots alpha - beta never cancel, and below it V = P U^-1. T follows from the same small
-// factors: T V_top^T R = -U. (Ballard, Demmel, Grigori, Jacquelin, Knight, Nguyen, "Reconstructing Householder vectors from
+// factors: X R = U, T V_top^T = -X. (Ballard, Demmel, Grigori, Jacquelin, Knight, Nguyen, "Reconstructing Householder vectors from
 // tall-skinny QR", 2015.) tau is 2 / |v|^2 of the v that was stored, so that each reflector is orthogonal to rounding.
 //
 // Nearly dependent columns show as growth = max |(U^-1)_ij| |p_i|: the panel's residual is near 3 growth^2 eps. Past
@@ -1670,31 +1670,33 @@ struct Tcgen05 {
 // for itself. Rows are read twice, once for G and once for V.
 constexpr float kGrowthLimit = 6.0f, kTailFloor = 1e-3f;
 constexpr int kThreads = 256, kPitch = 68, kGramMatrixBytes = 4 * 64 * kPitch;   // 64 x 64 float32 matrices, rows 16-byte aligned
-struct GramShared {                                                         // byte offsets; six 64 x 64 matrices, then small things
+struct GramShared {                                                         // byte offsets; 64 x 64 matrices, then small things
     static constexpr int kMatrix = kGramMatrixBytes;
-    static constexpr int kU = 0, kZ = kMatrix;                              // U and (V_top^T R)^-1; before and after them tiles of P
-    static constexpr int kM = 2 * kMatrix;                                  // G summed over the cluster; V_top^T R; U^-1 (high, low)
-    static constexpr int kY = 3 * kMatrix;                                  // U^-1
-    static constexpr int kR = 4 * kMatrix;                                  // G, then R
-    static constexpr int kVt = 5 * kMatrix;                                 // V_top^T
+    static constexpr int kU = 0;                                            // above the block diagonal U, below T^T; before and after, with the
+    static constexpr int kInverse = 2 * kMatrix;                            //   next 64 x 64, tiles of P. G summed over the cluster; U^-1 (high, low)
+    static constexpr int kStep = 3 * kMatrix;                               // inputs of gram_factor's next step: columns of G and P, a row of P;
+    static constexpr int kDiagonal = kStep + 3 * 4 * 4 * 64;                //   the diagonal blocks of -R and V, packed
+    static constexpr int kR = 4 * kMatrix;                                  // G; then above the block diagonal -R, below -X^T
+    static constexpr int kVt = 5 * kMatrix;                                 // above the block diagonal V_top^T, below U^-T
     static constexpr int kSquares = 6 * kMatrix;                            // per warp: sums of squares of V's columns
-    static constexpr int kNorm = kSquares + 4 * 8 * 64;                     // |p_i|, 1 / U_ii, 1 / R_ii
-    static constexpr int kMail = kNorm + 4 * 3 * 64;                        // per rank: sums of squares of V's columns
+    static constexpr int kNorm = kSquares + 4 * 8 * 64;                     // |p_i|
+    static constexpr int kMail = kNorm + 4 * 64;                            // per rank: sums of squares of V's columns
     static constexpr int kBytes = kMail + 4 * kMaxCluster * 64;
     static_assert(kMatrix % 1024 == 0, "swizzled tiles start on 1024 bytes");
-    static_assert(2 * kTripleBytes <= 3 * kMatrix && 2 * kPairBytes <= 2 * kMatrix && kPairBytes <= kMatrix);
+    static_assert(2 * kTripleBytes <= 3 * kMatrix && 2 * kPairBytes <= 2 * kMatrix && kPairBytes <= kMatrix && kDiagonal + 4 * 4 * 64 <= kR);
 };
 __device__ __forceinline__ float rcp_newton(float x) {
     float q;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(q) : "f"(x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(q) : "f"(x));
     return fmaf(q, fmaf(-x, q, 1.0f), q);
 }
-// One step of the recurrence: from the pivot of G and the diagonal entry of P_top, both as they are by then.
+// One step of the recurrence: from the pivot of G and the diagonal entry of P_top, both as they are by then. What passes the guards is
+// far from subnormal.
 struct GramStep { float minus_inv_beta, pivot, inv; };
 __device__ __forceinline__ GramStep gram_step(float square, float alpha, bool& good) {
-    good = good && square > 1e-28f && square < 1e30f && fmaf(-alpha, alpha, square) > kTailFloor * square;
+    good &= (square > 1e-28f) & (square < 1e30f) & (fmaf(-alpha, alpha, square) > kTailFloor * square);
     float rs;
-    asm("rsqrt.approx.f32 %0, %1;" : "=f"(rs) : "f"(square));
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(rs) : "f"(square));
     rs = fmaf(0.5f * rs, fmaf(-square * rs, rs, 1.0f), rs);
     GramStep h;
     h.minus_inv_beta = copysignf(rs, alpha);
@@ -1702,59 +1704,100 @@ __device__ __forceinline__ GramStep gram_step(float square, float alpha, bool& g
     h.inv = rcp_newton(h.pivot);
     return h;
 }
-// R, V_top and U from G and P_top, four columns at a time. A thread keeps the 4 x 4 tiles (tid / 16, tid % 16) of both in registers; step s:
-//   G_ss = R_ss^T R_ss (with signs), P_ss - R_ss = V_ss U_ss     by every thread of the first four warps, for itself
-//   R_sj = R_ss^-T G_sj, U_sj = V_ss^-1 (P_sj - R_sj), V_is = P_is U_ss^-1      a thread per column or row, in shared memory
-//   G_ij -= R_si^T R_sj, P_ij -= V_is U_sj                      a tile per thread; what the next step needs goes to shared memory
-// The upper triangles of sR and sU become R and U (what is below is left over), sVt V_top^T, whose diagonal and lower triangle are set
-// already. Also 1 / U_kk and 1 / R_kk. False, in the fourth warp: a guard failed. Whole block; ends with a barrier.
+// R, V_top, U^-1 and T from G and P_top, four columns at a time. A thread keeps the 4 x 4 tiles (tile_row, tile_column) of both in registers.
+// Step s, blocks i below s and j right of it:
+//   G_ss = R_ss^T R_ss (with signs), P_ss - R_ss = V_ss U_ss      by every thread of the first two warps, for itself
+//   R_sj = R_ss^-T G_sj, U_sj = V_ss^-1 (P_sj - R_sj), V_is = P_is U_ss^-1      thread c of those: column c and row c, to shared memory
+//   G_ij -= R_si^T R_sj, P_ij -= V_is U_sj                       a tile per thread
+// The tiles that are finished take part in the same three lines, as rows and columns of an augmented matrix:
+//   above the diagonal P_ij becomes (U^-1)_ij: starts from zero in block row i = s, next to the identity, and is solved as V_is is;
+//                      G_ij becomes X_ij, X R = U: starts from zero there, next to U_ss, U_sj is added where it is solved, as R_sj is;
+//   below it           P_ij becomes (T^T)_ij, V_top T^T = -X^T: starts from zero in block column j = s and is solved as U_sj is.
+// G is symmetric: its lower triangle is what R comes from. Shared memory has -R and -X^T, which saves negations.
+// What the next step needs goes to shared memory, tiles of G and P in block column s and of P in block row s. Meanwhile other warps split
+// the last step's columns of U^-1 and T. t_pair: T (high, low), or null. False: a guard failed. Whole block; no barrier at the end.
+__device__ __forceinline__ int tile_row() { return threadIdx.x / 32 % 4 * 4 + threadIdx.x % 32 / 8; }   // a warp has 4 x 8 tiles
+__device__ __forceinline__ int tile_column() { return threadIdx.x / 128 * 8 + threadIdx.x % 8; }
 __device__ __forceinline__ void load_tile_row(float (&x)[4], const float* from) {
     const float4 v = *reinterpret_cast<const float4*>(from);
     x[0] = v.x; x[1] = v.y; x[2] = v.z; x[3] = v.w;
 }
 __device__ __forceinline__ void store_tile_row(float* to, const float (&x)[4]) { *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]); }
-__device__ __forceinline__ bool gram_factor(float (&G)[4][4], float (&P)[4][4], float* sR, float* sU, float* sVt, float* s_inv_u, float* s_inv_r) {
-    const int tid = threadIdx.x, warp = __shfl_sync(0xffffffffu, tid / 32, 0), row = tid / 16, column = tid % 16;
-    const int at = 4 * row * kPitch + 4 * column;
+__device__ __forceinline__ void subtract_product(float (&C)[4][4], const float (&a)[4], const float (&b)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) C[i][j] = fmaf(-a[i], b[j], C[i][j]);
+}
+__device__ __forceinline__ bool gram_factor(float (&G)[4][4], float (&P)[4][4], uint8_t* shared, uint8_t* t_pair) {
+    using S = GramShared;
+    float* const sU = reinterpret_cast<float*>(shared + S::kU);
+    float* const sR = reinterpret_cast<float*>(shared + S::kR);
+    float* const sVt = reinterpret_cast<float*>(shared + S::kVt);
+    float* const g_column = reinterpret_cast<float*>(shared + S::kStep);    // 64 x 4
+    float* const p_column = g_column + 4 * 64;                              // 64 x 4
+    float* const p_row = p_column + 4 * 64;                                 // 4 x 64
+    float* const diagonal = reinterpret_cast<float*>(shared + S::kDiagonal);
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    int row = tile_row(), column = tile_column(), c = threadIdx.x % 64;
+    asm volatile("" : "+r"(row), "+r"(column), "+r"(c));                    // kept, not computed in every step
     const auto publish = [&](int s) {
-        if ((row == s && column >= s) || (column == s && row > s))
+        if (warp / 4 != s / 8 && warp % 4 != s / 4) return;
+        if (column == s)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) store_tile_row(sU + at + i * kPitch, P[i]);
-        if (row == s && column >= s)
+            for (int i = 0; i < 4; ++i) {
+                store_tile_row(g_column + 16 * row + 4 * i, G[i]);
+                store_tile_row(p_column + 16 * row + 4 * i, P[i]);
+            }
+        if (row == s)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) store_tile_row(sR + at + i * kPitch, G[i]);
+            for (int i = 0; i < 4; ++i) store_tile_row(p_row + 64 * i + 4 * column, P[i]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                G[i][j] = row == s ? 0.0f : G[i][j];
+                P[i][j] = row == s || column == s ? 0.0f : P[i][j];
+            }
     };
     bool good = true;
     publish(0);
     __syncthreads();
 #pragma unroll 1
-    for (int s = 0; s < 16; ++s) {
-        const int t = 4 * s, c = tid % 64;
-        float g[4][4], p[4][4], inv_u[4], inv_r[4];                         // become R_ss; U_ss and, below its diagonal, V_ss
-        const bool solves = c >= t + 4;
-        if (warp == 3 || (warp < 4 && warp % 2 * 32 + 31 >= t + 4)) {
-            float x[4], y[4];                                               // a column of G and P, or a row of P
-            if (warp < 2) {
+    for (int s = 0; ; ++s) {
+        const int t = 4 * s;
+        if (warp < 2 && s < 16) {
+            // To begin with G_ss, P_ss, row c of G, column c and row c of P; in the end -R_ss, U_ss and V_ss, -R or -X^T, U or T^T, V or U^-1.
+            float g[4][4], p[4][4], x[4] = {}, y[4] = {}, z[4], e[4];
 #pragma unroll
-                for (int k = 0; k < 4; ++k) { x[k] = sR[(t + k) * kPitch + c]; y[k] = sU[(t + k) * kPitch + c]; }
-            } else {
-                load_tile_row(y, sU + c * kPitch + t);
-            }
+            for (int k = 0; k < 4; ++k) z[k] = e[k] = c == t + k;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                load_tile_row(g[i], sR + (t + i) * kPitch + t);
-                load_tile_row(p[i], sU + (t + i) * kPitch + t);
+            for (int k = 0; k < 4; ++k) {
+                load_tile_row(g[k], g_column + 4 * t + 4 * k);
+                load_tile_row(p[k], p_column + 4 * t + 4 * k);
             }
+            if (c < t || c >= t + 4) {
+                load_tile_row(x, g_column + 4 * c);
+                load_tile_row(z, p_column + 4 * c);
+#pragma unroll
+                for (int k = 0; k < 4; ++k) y[k] = p_row[64 * k + c];
+            }
+            float u[4] = {};
+            if (c < t) load_tile_row(u, sU + c * kPitch + t);
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const GramStep h = gram_step(g[k][k], p[k][k], good);
-                inv_u[k] = h.inv;
-                inv_r[k] = -h.minus_inv_beta;
 #pragma unroll
-                for (int j = k; j < 4; ++j) g[k][j] *= inv_r[k];
+                for (int j = k; j < 4; ++j) g[k][j] *= h.minus_inv_beta;
                 p[k][k] = h.pivot;
 #pragma unroll
-                for (int j = k + 1; j < 4; ++j) p[k][j] -= g[k][j];
+                for (int j = k + 1; j < 4; ++j) p[k][j] += g[k][j];
+                x[k] += u[k];
+#pragma unroll
+                for (int i = 0; i <= k; ++i) x[k] = fmaf(e[i], p[i][k], x[k]);   // U_ss
+                x[k] *= h.minus_inv_beta;
+                y[k] += x[k];
+                z[k] *= h.inv;
 #pragma unroll
                 for (int i = k + 1; i < 4; ++i) {
                     p[i][k] *= h.inv;
@@ -1762,145 +1805,73 @@ __device__ __forceinline__ bool gram_factor(float (&G)[4][4], float (&P)[4][4], 
                     for (int j = i; j < 4; ++j) g[i][j] = fmaf(-g[k][i], g[k][j], g[i][j]);
 #pragma unroll
                     for (int j = k + 1; j < 4; ++j) p[i][j] = fmaf(-p[i][k], p[k][j], p[i][j]);
+                    x[i] = fmaf(-g[k][i], x[k], x[i]);
+                    y[i] = fmaf(-p[i][k], y[k], y[i]);
+                    z[i] = fmaf(-z[k], p[k][i], z[i]);
                 }
+                sR[(t + k) * kPitch + c] = x[k];
+                sU[(t + k) * kPitch + c] = y[k];
+                sVt[(t + k) * kPitch + c] = z[k];
             }
-            if (warp < 2) {
+            if (c == 0)
 #pragma unroll
-                for (int k = 0; k < 4; ++k) {
+                for (int k = 0; k < 4; ++k)
+                    *reinterpret_cast<float4*>(diagonal + 4 * t + 4 * k)
+                        = make_float4(k > 0 ? p[k][0] : g[k][0], k > 1 ? p[k][1] : g[k][1], k > 2 ? p[k][2] : g[k][2], g[k][3]);
+        } else if (warp % 4 >= 2 && s > 0) {
+            const int t0 = t - 4;
+            const bool inverse = warp < 4;                                  // U^-1, and its growth; or T
+            const float* const from = (inverse ? sVt : sU) + t0 * kPitch + c;
+            float y[4];
 #pragma unroll
-                    for (int i = 0; i < k; ++i) {
-                        x[k] = fmaf(-g[i][k], x[i], x[k]);
-                        y[k] = fmaf(-p[k][i], y[i], y[k]);
-                    }
-                    x[k] *= inv_r[k];
-                    y[k] -= x[k];
-                    if (solves) { sR[(t + k) * kPitch + c] = x[k]; sU[(t + k) * kPitch + c] = y[k]; }
-                }
-            } else {
+            for (int k = 0; k < 4; ++k) y[k] = c < t ? from[k * kPitch] : 0.0f;
+            uint2 high, low;
+            split_bf16(y[0], y[1], high.x, low.x);
+            split_bf16(y[2], y[3], high.y, low.y);
+            if (inverse) {
+                // Columns change places so that V's fragments hold four neighbouring columns of V: the product's column 8 b + 2 t + e is V's
+                // column 16 (b / 2) + 4 t + 2 (b % 2) + e.
+                uint8_t* const to = shared + S::kInverse;
+                const int left = (t0 & ~15) + (t0 & 15) / 2;
+                *reinterpret_cast<uint32_t*>(to + tile_offset(c, left)) = high.x;
+                *reinterpret_cast<uint32_t*>(to + tile_offset(c, left + 8)) = high.y;
+                *reinterpret_cast<uint32_t*>(to + kTileBytes + tile_offset(c, left)) = low.x;
+                *reinterpret_cast<uint32_t*>(to + kTileBytes + tile_offset(c, left + 8)) = low.y;
+                const float norm = reinterpret_cast<const float*>(shared + S::kNorm)[c];
 #pragma unroll
-                for (int k = 0; k < 4; ++k) {
-#pragma unroll
-                    for (int i = 0; i < k; ++i) y[k] = fmaf(-y[i], p[i][k], y[k]);
-                    y[k] *= inv_u[k];
-                    if (solves) sVt[(t + k) * kPitch + c] = y[k];
-                }
+                for (int k = 0; k < 4; ++k) good &= fabsf(y[k]) * norm < kGrowthLimit;
+            } else if (t_pair) {
+                uint8_t* const to = t_pair + tile_offset(c, t0);
+                *reinterpret_cast<uint2*>(to) = high;
+                *reinterpret_cast<uint2*>(to + kTileBytes) = low;
             }
         }
+        if (s == 16) return good;
         __syncthreads();
-        if (tid == 127) {                                                   // everyone has read the diagonal blocks
+        if (s == 15) continue;
+        const float *const at_row = sR + t * kPitch + 4 * row, *const at_column = sR + t * kPitch + 4 * column;
+        float v[4], u[4], left[4], right[4];
+        if (s < 7 || warp >= 4) {                                           // P and G
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                store_tile_row(sR + (t + k) * kPitch + t, g[k]);
-                store_tile_row(sU + (t + k) * kPitch + t, p[k]);
-#pragma unroll
-                for (int i = k + 1; i < 4; ++i) sVt[(t + k) * kPitch + t + i] = p[i][k];
+                load_tile_row(v, at_row + (sVt - sR) + k * kPitch);
+                load_tile_row(u, at_column + (sU - sR) + k * kPitch);
+                load_tile_row(left, at_row + k * kPitch);
+                load_tile_row(right, at_column + k * kPitch);
+                subtract_product(P, v, u);
+                subtract_product(G, left, right);
             }
-            *reinterpret_cast<float4*>(s_inv_u + t) = make_float4(inv_u[0], inv_u[1], inv_u[2], inv_u[3]);
-            *reinterpret_cast<float4*>(s_inv_r + t) = make_float4(inv_r[0], inv_r[1], inv_r[2], inv_r[3]);
-        }
-        if (row > s && column > s) {
+        } else if (4 * warp + 3 > s) {                                      // the left half of G is finished, and P's upper part of it
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                float v[4], u[4], left[4], right[4];
-                load_tile_row(v, sVt + (t + k) * kPitch + 4 * row);
-                load_tile_row(u, sU + (t + k) * kPitch + 4 * column);
-                load_tile_row(left, sR + (t + k) * kPitch + 4 * row);
-                load_tile_row(right, sR + (t + k) * kPitch + 4 * column);
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        P[i][j] = fmaf(-v[i], u[j], P[i][j]);
-                        G[i][j] = fmaf(-left[i], right[j], G[i][j]);
-                    }
+                load_tile_row(v, at_row + (sVt - sR) + k * kPitch);
+                load_tile_row(u, at_column + (sU - sR) + k * kPitch);
+                subtract_product(P, v, u);
             }
-            publish(s + 1);
         }
+        publish(s + 1);
         __syncthreads();
     }
-    return good;
-}
-
-// acc += A[i .. i + 1][k0 .. k1) B[k0 .. k1)[j .. j + 3]: row-major, k0 and k1 multiples of 4.
-__device__ __forceinline__ void small_product(float (&acc)[2][4], const float* A, const float* B, int i, int j, int k0, int k1) {
-#pragma unroll 2
-    for (int k = k0; k < k1; k += 4) {
-        const float4 a0 = *reinterpret_cast<const float4*>(A + i * kPitch + k), a1 = *reinterpret_cast<const float4*>(A + (i + 1) * kPitch + k);
-        const float a_[2][4] = {{a0.x, a0.y, a0.z, a0.w}, {a1.x, a1.y, a1.z, a1.w}};
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const float4 b = *reinterpret_cast<const float4*>(B + (k + e) * kPitch + j);
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                acc[r][0] = fmaf(a_[r][e], b.x, acc[r][0]);
-                acc[r][1] = fmaf(a_[r][e], b.y, acc[r][1]);
-                acc[r][2] = fmaf(a_[r][e], b.z, acc[r][2]);
-                acc[r][3] = fmaf(a_[r][e], b.w, acc[r][3]);
-            }
-        }
-    }
-}
-
-// Y = U^-1 for `count` upper triangular 64 x 64 matrices (U, inv and Y of matrix 1 lie u1, inv1, y1 floats after matrix 0's):
-// 16 x 16 diagonal blocks by substitution, then [Y1, -Y1 U12 Y2; 0, Y2] twice. U12 Y2 waits in Y's lower left, which is
-// not otherwise used. Whole block; ends with a barrier.
-__device__ __forceinline__ void invert_upper(const float* U, const float* inv, float* Y, int count, int u1, int inv1, int y1) {
-    const int tid = threadIdx.x;
-    if (tid < 64 * count) {                                                 // row i of block d: x U_dd = e_i
-        const int which = tid / 64, d = tid % 64 / 16 * 16, i = tid % 16;
-        const float* const block = U + which * u1 + d * kPitch + d;
-        float x[16];
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-            float s = j == i ? 1.0f : 0.0f;
-#pragma unroll
-            for (int l = 0; l < j; ++l) s = fmaf(-x[l], block[l * kPitch + j], s);
-            x[j] = s * inv[which * inv1 + d + j];
-        }
-        float* const to = Y + which * y1 + (d + i) * kPitch + d;
-#pragma unroll
-        for (int j = 0; j < 16; j += 4) *reinterpret_cast<float4*>(to + j) = make_float4(x[j], x[j + 1], x[j + 2], x[j + 3]);
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int s = 16; s < 64; s *= 2)
-#pragma unroll 1
-        for (int side = 0; side < 2; ++side) {                              // 0: X = U12 Y2; 1: Y12 = -Y1 X
-            const int tiles = 4 * s, which = tid / tiles, tile = tid % tiles, per = s * s / 8;   // 32 / s pairs of s x s / 8 tiles
-            if (which < count) {
-                const int b = tile / per * 2 * s, i = tile % per / (s / 4) * 2, j = tile % (s / 4) * 4;
-                const float* const u = U + which * u1;
-                float* const y = Y + which * y1;
-                float acc[2][4] = {};
-                if (side == 0) small_product(acc, u + b * kPitch + b + s, y + (b + s) * kPitch + b + s, i, j, 0, j + 4);
-                else small_product(acc, y + b * kPitch + b, y + (b + s) * kPitch + b, i, j, i / 4 * 4, s);
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    float* const to = y + (side ? (b + i + r) * kPitch + b + s + j : (b + s + i + r) * kPitch + b + j);
-                    const float sign = side ? -1.0f : 1.0f;
-                    *reinterpret_cast<float4*>(to) = make_float4(sign * acc[r][0], sign * acc[r][1], sign * acc[r][2], sign * acc[r][3]);
-                }
-            }
-            __syncthreads();
-        }
-}
-
-// A thread's sixteenth of the upper triangle of M, zeros below; and its place in three tiles.
-__device__ __forceinline__ void load_upper(float4 (&x)[4], const float* M) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-        const int i = threadIdx.x / 16 + 16 * e, j = threadIdx.x % 16 * 4;
-        x[e] = *reinterpret_cast<const float4*>(M + i * kPitch + j);
-        x[e] = make_float4(j >= i ? x[e].x : 0.0f, j + 1 >= i ? x[e].y : 0.0f, j + 2 >= i ? x[e].z : 0.0f, j + 3 >= i ? x[e].w : 0.0f);
-    }
-}
-__device__ __forceinline__ void store_triple(float4 (&x)[4], uint8_t* triple) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-#pragma unroll
-        for (int t = 0; t < 3; ++t)
-            *reinterpret_cast<uint2*>(triple + t * kTileBytes + tile_offset(threadIdx.x / 16 + 16 * e, threadIdx.x % 16 * 4))
-                = make_uint2(take_bf16(x[e].x, x[e].y), take_bf16(x[e].z, x[e].w));
 }
 
 // The two warpgroups' fragments of a 64 x 64 matrix added up, in order, in `own`, and these over the ranks, in order, in `total`; with one
@@ -1939,16 +1910,11 @@ template <bool kAligned, class Product>
 __device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product, uint8_t* shared, long matrix, uint32_t rank, uint32_t ranks) {
     using S = GramShared;
     const auto matrix_at = [&](int offset) { return reinterpret_cast<float*>(shared + offset); };
-    float* const sU = matrix_at(S::kU);
-    float* const sY = matrix_at(S::kY);
-    float* const sZ = matrix_at(S::kZ);
-    float* const sM = matrix_at(S::kM);
-    float* const sR = matrix_at(S::kR);
-    float* const sVt = matrix_at(S::kVt);
-    float* const s_norm = reinterpret_cast<float*>(shared + S::kNorm);
-    float* const s_inv_u = s_norm + 64;
-    float* const s_inv_r = s_norm + 128;
-    float* const mail = reinterpret_cast<float*>(shared + S::kMail);
+    const float* const sR = matrix_at(S::kR);
+    const float* const sVt = matrix_at(S::kVt);
+    const float* const diagonal = matrix_at(S::kDiagonal);
+    float* const s_norm = matrix_at(S::kNorm);
+    float* const mail = matrix_at(S::kMail);
     const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, group = tid / 128, in_group = tid % 128;
     const int m = p.n - p.col, slabs = (m + 127) / 128, slab0 = slabs * rank / ranks, slab1 = slabs * (rank + 1) / ranks;
     const float* const src = p.src + (matrix * p.n + p.col) * p.n + p.col;
@@ -1994,88 +1960,21 @@ __device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product,
         group_sync(group);
     }
     __syncthreads();
-    const int f_row = lane / 4, f_column = lane % 4 * 2, group_row = warp % 4 * 16 + f_row, my_row = Product::row_of_warp() + f_row;
-    const float* const gram = sum_fragments(sum, sR, sM, rank, ranks);
+    const int my_row = Product::row_of_warp() + lane / 4;
+    const float* const gram = sum_fragments(sum, matrix_at(S::kR), matrix_at(S::kInverse), rank, ranks);
     if (tid < 64) s_norm[tid] = sqrtf(gram[tid * kPitch + tid]);
     float G[4][4], P[4][4];
     {
-        const int row = tid / 16 * 4, column = tid % 16 * 4;
+        const int row = 4 * tile_row(), column = 4 * tile_column();
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float* const from = src + static_cast<long>(row + i) * p.n + column;
             if (kAligned) load_tile_row(P[i], from);
             else { P[i][0] = from[0]; P[i][1] = from[1]; P[i][2] = from[2]; P[i][3] = from[3]; }
             load_tile_row(G[i], gram + (row + i) * kPitch + column);
-            *reinterpret_cast<float4*>(sVt + (row + i) * kPitch + column)
-                = row != column ? make_float4(0, 0, 0, 0) : make_float4(i == 0, i == 1, i == 2, i == 3);
         }
     }
-    __syncthreads();                                                        // G is read: R takes its place
-    bool good = gram_factor(G, P, sR, sU, sVt, s_inv_u, s_inv_r);
-    const bool makes_t = rank == 0;
-    // Result of two upper triangles' product, in the first warpgroup's f; the operands' tiles may take the factors' place.
-    auto multiply = [&](const float* A, const float* B, uint8_t* tiles) {
-        float4 a[4], b[4];
-        load_upper(a, A);
-        load_upper(b, B);
-        __syncthreads();
-        store_triple(a, tiles);
-        store_triple(b, tiles + kTripleBytes);
-        fence_async_proxy();
-        __syncthreads();
-        if (group == 0) {
-            product.template start_exact<Form::kAB>(tiles, tiles + kTripleBytes);
-            product.finish_group();
-            product.read_group(f);
-        }
-    };
-    if (makes_t) {                                                          // M = V_top^T R
-        multiply(sVt, sR, shared + S::kZ);
-        __syncthreads();
-        if (group == 0)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-#pragma unroll
-                for (int b = 0; b < 8; ++b)
-                    *reinterpret_cast<float2*>(sM + (group_row + 8 * half) * kPitch + 8 * b + f_column) = f.v[b][half];
-        __syncthreads();
-    }
-    invert_upper(sU, s_inv_u, sY, makes_t ? 2 : 1, (S::kM - S::kU) / 4, 64, (S::kZ - S::kY) / 4);   // Z = M^-1: M_ii = R_ii
-    if (makes_t) {                                                          // T = -U Z
-        multiply(sU, sZ, shared);
-        if (group == 0)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-#pragma unroll
-                for (int b = 0; b < 8; ++b) {
-                    const int i = group_row + 8 * half, j = 8 * b + f_column;
-                    uint32_t high, low;
-                    split_bf16(j >= i ? -f.v[b][half].x : 0.0f, j + 1 >= i ? -f.v[b][half].y : 0.0f, high, low);
-                    uint8_t* const to = p.t + matrix * kPairBytes + tile_offset(i, j);
-                    *reinterpret_cast<uint32_t*>(to) = high;
-                    *reinterpret_cast<uint32_t*>(to + kTileBytes) = low;
-                }
-        __syncthreads();
-    }
-    // U^-1 split, and its growth. Its columns change places so that the result's fragments hold four neighbouring columns of
-    // V: the product's column 8 b + 2 t + e is V's column 16 (b / 2) + 4 t + 2 (b % 2) + e.
-#pragma unroll 1
-    for (int e = tid; e < 1024; e += kThreads) {
-        const int i = e / 16, j = e % 16 * 4;
-        const float4 y = *reinterpret_cast<const float4*>(sY + i * kPitch + j);
-        const float y_[4] = {j >= i ? y.x : 0.0f, j + 1 >= i ? y.y : 0.0f, j + 2 >= i ? y.z : 0.0f, j + 3 >= i ? y.w : 0.0f};
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            uint32_t high, low;
-            split_bf16(y_[2 * h], y_[2 * h + 1], high, low);
-            const int at = tile_offset(i, j / 16 * 16 + 8 * h + j % 16 / 2);
-            *reinterpret_cast<uint32_t*>(shared + S::kM + at) = high;
-            *reinterpret_cast<uint32_t*>(shared + S::kM + kTileBytes + at) = low;
-        }
-#pragma unroll
-        for (int c = 0; c < 4; ++c) good = good && fabsf(y_[c]) * s_norm[i] < kGrowthLimit;
-    }
-    const bool redo = __syncthreads_or(!good);
+    const bool redo = __syncthreads_or(!gram_factor(G, P, shared, rank == 0 ? p.t + matrix * kPairBytes : nullptr));
     if (rank == 0 && tid == 0) p.redo[matrix] = redo;
     if (redo) return;
 
@@ -2095,7 +1994,7 @@ __device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product,
         }
         fence_async_proxy();
         __syncthreads();
-        product.template start<2 * kTileBytes, kTileBytes>(sA, shared + S::kM);
+        product.template start<2 * kTileBytes, kTileBytes>(sA, shared + S::kInverse);
         if (Product::kAsync && slab + 1 < slab1) fetch(slab + 1);
         product.finish();
         product.read(f);
@@ -2110,10 +2009,15 @@ __device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product,
                 const int column = 16 * q + lane % 4 * 4;
                 float4 v = make_float4(f.v[2 * q][half].x, f.v[2 * q][half].y, f.v[2 * q + 1][half].x, f.v[2 * q + 1][half].y), h = v;
                 if (row < 64) {
-                    const float* const vt = sVt + column * kPitch + row;
-                    const float4 r = *reinterpret_cast<const float4*>(sR + row * kPitch + column);
-                    v = make_float4(vt[0], vt[kPitch], vt[2 * kPitch], vt[3 * kPitch]);
-                    h = make_float4(row > column ? v.x : r.x, row > column + 1 ? v.y : r.y, row > column + 2 ? v.z : r.z, row > column + 3 ? v.w : r.w);
+                    const int d = row - column;                             // below a multiple of 4: the tile of H is V's, above R's
+                    if (d >= 4) {
+                        const float* const vt = sVt + column * kPitch + row;
+                        h = v = make_float4(vt[0], vt[kPitch], vt[2 * kPitch], vt[3 * kPitch]);
+                    } else {
+                        const float4 r = *reinterpret_cast<const float4*>(d < 0 ? sR + row * kPitch + column : diagonal + 4 * row);
+                        h = make_float4(d > 0 ? r.x : -r.x, d > 1 ? r.y : -r.y, d > 2 ? r.z : -r.z, -r.w);
+                        v = make_float4(d > 0 ? r.x : d == 0, d > 1 ? r.y : d == 1, d > 2 ? r.z : d == 2, d == 3);
+                    }
                 }
                 if (row < m) {
                     if (kAligned) *reinterpret_cast<float4*>(to + column) = h;

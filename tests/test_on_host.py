@@ -41,8 +41,8 @@ def host_source() -> str:
             body = body[:body.index("// How many clusters of")]
         kept.append(body)
     source = "\n".join(kept)
-    for ptx, plain in ((r'asm\("rsqrt\.approx\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\);', r"\1 = 1.0f / sqrtf(\2);"),
-                       (r'asm\("rcp\.approx\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\);', r"\1 = 1.0f / \2;"),
+    for ptx, plain in ((r'asm\("rsqrt\.approx(?:\.ftz)?\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\);', r"\1 = 1.0f / sqrtf(\2);"),
+                       (r'asm\("rcp\.approx(?:\.ftz)?\.f32 %0, %1;" : "=f"\((\w+)\) : "f"\((\w+)\)\);', r"\1 = 1.0f / \2;"),
                        (r'asm\("mov\.u32 %0, %%cluster_ctarank;" : "=r"\((\w+)\)\);', r"\1 = cluster_rank;"),
                        (r'asm\("mov\.u32 %0, %%cluster_nctarank;" : "=r"\((\w+)\)\);', r"\1 = cluster_ranks;"),
                        (r'asm(?: volatile)?\("" : [^;]*;', ""),
