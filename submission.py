@@ -50,7 +50,7 @@ PAIR = 16 * 1024             # bytes of a 64 x 64 tile in two bf16 parts
 LARFB_GROUPS, LARFB_SLOTS = 2, 8    # warpgroups of a block of the larfb kernel; at most: tiles of V in its shared memory
 # The larfb kernel's cycles: a block's start; a tile of 64 rows in both passes over C; a round's products with T; a cluster's meeting. From
 # the profile of its predecessor on an H200 (benchmarks/LOG.md, 6); benchmarks/stages.py measures them anew.
-LARFB_START, LARFB_TILE, LARFB_ROUND, LARFB_MEET = 5000, 4000, 3000, 4000
+LARFB_START, LARFB_TILE, LARFB_ROUND, LARFB_MEET = 5000, 4000, 4000, 8000
 BLOCKED_SHARED = 160 * 1024  # bytes of shared memory a block needs beyond 128 rows
 WHOLE, SINGLE, CLUSTER, TALL = range(4)   # kinds of Step, as in the CUDA source's StepKind
 CLUSTER_SIZES = 2, 4, 8, 16
