@@ -2578,7 +2578,14 @@ __global__ void __launch_bounds__(kLarfbThreads, 1) larfb_kernel(const LarfbArgs
 // Host driver
 // ---------------------------------------------------------------------------------------------------------------------
 // Everything goes to the default queue, in order. Errors come back as a text that names the kernel; nothing is printed.
-enum Backend { kMma = 0, kWgmma = 1, kTcgen05 = 2 };
+// A build is of one backend: less to compile.
+#if defined(KITTENS_HOPPER)
+using Products = Wgmma;
+#elif defined(KITTENS_BLACKWELL)
+using Products = Tcgen05;
+#else
+using Products = MmaSync;
+#endif
 constexpr int kStepInts = 10;
 enum StepKind { kWhole = 0, kPanel = 1, kClusterPanel = 2, kTallPanel = 3 };
 
@@ -2636,36 +2643,18 @@ template <int R> void geqr2_cluster(Launcher& launch, const PanelArgs& p, int ba
     using Shape = Geqr2ClusterShape<R>;
     launch("geqr2_cluster_kernel", geqr2_cluster_kernel<R>, static_cast<long>(batch) * ranks, Shape::kThreads, Shape::kSmemBytes, ranks, p);
 }
-template <class Product> void panel(Launcher& launch, const PanelUpdate& update, const PanelArgs& p, int batch, int ranks) {
+void panel(Launcher& launch, const PanelUpdate& update, const PanelArgs& p, int batch, int ranks) {
     const long blocks = static_cast<long>(batch) * ranks;
-    launch("panel_kernel", p.n % 4 ? panel_kernel<Product, false, 1> : blocks > launch.multiprocessors ? panel_kernel<Product, true, 2> : panel_kernel<Product, true, 1>,
+    launch("panel_kernel", p.n % 4 ? panel_kernel<Products, false, 1> : blocks > launch.multiprocessors ? panel_kernel<Products, true, 2> : panel_kernel<Products, true, 1>,
            blocks, kThreads, kPanelSharedBytes, ranks, update, p);
 }
-void panel(Launcher& launch, const PanelUpdate& update, const PanelArgs& p, int batch, int ranks, int backend) {
-#if defined(KITTENS_HOPPER)
-    if (backend == kWgmma) return panel<Wgmma>(launch, update, p, batch, ranks);
-#endif
-#if defined(KITTENS_BLACKWELL)
-    if (backend == kTcgen05) return panel<Tcgen05>(launch, update, p, batch, ranks);
-#endif
-    panel<MmaSync>(launch, update, p, batch, ranks);
+template <int kPanels> void larfb(Launcher& launch, const LarfbArgs& p, int batch) {
+    launch("larfb_kernel", p.n % 2 ? larfb_kernel<Products, kPanels, false> : larfb_kernel<Products, kPanels, true>, static_cast<long>(batch) * p.chunks * p.ranks,
+           kLarfbThreads, larfb_shared_bytes(kPanels, p.slots, Products::kStaged || p.ranks > 1), p.ranks, p);
 }
-template <class Product, int kPanels> void larfb(Launcher& launch, const LarfbArgs& p, int batch) {
-    launch("larfb_kernel", p.n % 2 ? larfb_kernel<Product, kPanels, false> : larfb_kernel<Product, kPanels, true>, static_cast<long>(batch) * p.chunks * p.ranks,
-           kLarfbThreads, larfb_shared_bytes(kPanels, p.slots, Product::kStaged || p.ranks > 1), p.ranks, p);
-}
-template <class Product> void larfb(Launcher& launch, const LarfbArgs& p, int batch, int panels) {
-    if (panels == 2) larfb<Product, 2>(launch, p, batch);
-    else larfb<Product, 1>(launch, p, batch);
-}
-void larfb(Launcher& launch, const LarfbArgs& p, int batch, int panels, int backend) {
-#if defined(KITTENS_HOPPER)
-    if (backend == kWgmma) return larfb<Wgmma>(launch, p, batch, panels);
-#endif
-#if defined(KITTENS_BLACKWELL)
-    if (backend == kTcgen05) return larfb<Tcgen05>(launch, p, batch, panels);
-#endif
-    larfb<MmaSync>(launch, p, batch, panels);
+void larfb(Launcher& launch, const LarfbArgs& p, int batch, int panels) {
+    if (panels == 2) larfb<2>(launch, p, batch);
+    else larfb<1>(launch, p, batch);
 }
 }  // namespace
 
@@ -2673,7 +2662,7 @@ void larfb(Launcher& launch, const LarfbArgs& p, int batch, int panels, int back
 // it is for declined matrices only, ranks of the panel kernel; panels whose update follows, its ranks, chunks, slots), in order of columns.
 // A step after one with no update to follow updates its panel itself.
 // work: qr_work_bytes(batch, n) bytes, 128-byte aligned; unused when the only step is kWhole. Returns null or an error text.
-extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work, int batch, int n, const int* steps, int count, int backend) {
+extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work, int batch, int n, const int* steps, int count) {
     Launcher launch;
     // Panels take turns with two sets of V tiles and T.
     const long v_bytes = static_cast<long>(batch) * ((n + 63) / 64) * kPairBytes, t_bytes = static_cast<long>(batch) * kPairBytes;
@@ -2712,7 +2701,7 @@ extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work
             before = panel_at(i - 1);
             update = {before.src, H, before.v_tiles, before.t, before.col, before.row_blocks};
         }
-        if (updated || p.redo) panel(launch, update, p, batch, values[5], backend);
+        if (updated || p.redo) panel(launch, update, p, batch, values[5]);
         if (kind == kPanel) {
             switch (R) {
                 case 8: geqr2<8, 8, 8>(launch, p, batch); break;
@@ -2731,9 +2720,9 @@ extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work
             }
         }
         if (values[6] == 2)
-            larfb(launch, {before.src, H, {before.v_tiles, p.v_tiles}, {before.t, p.t}, n, before.col, before.row_blocks, p.row_blocks - 1, values[8], values[9], values[7]}, batch, 2, backend);
+            larfb(launch, {before.src, H, {before.v_tiles, p.v_tiles}, {before.t, p.t}, n, before.col, before.row_blocks, p.row_blocks - 1, values[8], values[9], values[7]}, batch, 2);
         if (values[6] == 1)
-            larfb(launch, {p.src, H, {p.v_tiles}, {p.t}, n, p.col, p.row_blocks, p.row_blocks - 1, values[8], values[9], values[7]}, batch, 1, backend);
+            larfb(launch, {p.src, H, {p.v_tiles}, {p.t}, n, p.col, p.row_blocks, p.row_blocks - 1, values[8], values[9], values[7]}, batch, 1);
     }
     return launch.error;
 }
@@ -2774,13 +2763,13 @@ CPP_SOURCE = r"""
 
 #include <algorithm>
 
-extern "C" const char* qr_geqrf(const float*, float*, float*, void*, int, int, const int*, int, int);
+extern "C" const char* qr_geqrf(const float*, float*, float*, void*, int, int, const int*, int);
 extern "C" long qr_work_bytes(int, int);
 extern "C" int qr_resident_clusters(int);
 
 // A: batch x n x n, float32, CUDA, contiguous; steps: the plan's, flattened to 32-bit integers. Returns H, tau. Work space from torch's allocator:
 // 512 bytes a row of A and 32 KiB a matrix, but at most a quarter of A and 64 MiB; where that is less than all need, they go in several parts.
-std::tuple<at::Tensor, at::Tensor> geqrf(const at::Tensor& A, const pybind11::bytes& steps, int backend) {
+std::tuple<at::Tensor, at::Tensor> geqrf(const at::Tensor& A, const pybind11::bytes& steps) {
     const c10::DeviceGuard guard(A.device());
     const auto options = A.options().requires_grad(false);
     const int batch = A.size(0), n = A.size(1), count = PYBIND11_BYTES_SIZE(steps.ptr()) / (10 * sizeof(int));
@@ -2798,7 +2787,7 @@ std::tuple<at::Tensor, at::Tensor> geqrf(const at::Tensor& A, const pybind11::by
     for (long first = 0; first < batch; first += part) {
         const char* error = qr_geqrf(aligned.const_data_ptr<float>() + first * square, H.mutable_data_ptr<float>() + first * square, tau.mutable_data_ptr<float>() + first * n,
                                      count > 1 ? work.mutable_data_ptr() : nullptr, std::min<long>(part, batch - first), n,
-                                     reinterpret_cast<const int*>(PYBIND11_BYTES_AS_STRING(steps.ptr())), count, backend);
+                                     reinterpret_cast<const int*>(PYBIND11_BYTES_AS_STRING(steps.ptr())), count);
         TORCH_CHECK(!error, error);
     }
     return {H, tau};
@@ -2818,7 +2807,7 @@ THUNDERKITTENS_COMMIT = "0b55588d2769dde0c7a9a606ffc015b0ca7a9551"
 APART = ("tcgen05",)   # backends whose fault may be a hang: they prove themselves in a child process
 PROOF_SECONDS = 60     # of such a proof, at most
 WRONG = 3              # its exit status for a wrong result
-BACKENDS = {"mma": 0, "wgmma": 1, "tcgen05": 2}   # as in the CUDA source's enum Backend
+BACKENDS = "mma", "wgmma", "tcgen05"
 
 
 class BuildError(RuntimeError):
@@ -2934,7 +2923,7 @@ def prove(extension, backend: str, info: DeviceInfo, index: int) -> None:
     n = 260
     A = torch.randn(2, n, n, generator=torch.Generator().manual_seed(1)).to(torch.device("cuda", index))
     route = plan(2, n, info, backend)
-    H, tau = extension.geqrf(A, _flat(route), BACKENDS[backend])
+    H, tau = extension.geqrf(A, _flat(route))
     Q = torch.linalg.householder_product(H.double(), tau.double())
     residual = ((Q.mT @ A.double() - H.double().triu()).abs().sum(1).amax() / A.double().abs().sum(1).amax()).item()
     if not residual < n * torch.finfo(torch.float32).eps:
@@ -3031,10 +3020,10 @@ def _flat(route: Plan) -> bytes:
 
 
 @functools.lru_cache(maxsize=1024)
-def _route(index: int, batch: int, n: int) -> tuple[Plan, bytes, object, int]:
+def _route(index: int, batch: int, n: int) -> tuple[Plan, bytes, object]:
     choice = choose_backend(index)
     route = Plan("geqrf", (), choice.reason) if choice.extension is None else plan(batch, n, choice.info, choice.name)
-    return route, _flat(route), choice.extension, BACKENDS.get(route.backend, -1)
+    return route, _flat(route), choice.extension
 
 
 def plan_for(A: torch.Tensor) -> Plan:
@@ -3068,10 +3057,10 @@ def custom_kernel(data: input_t) -> output_t:
     _check(data)
     if not data.is_cuda or not data.numel():
         return tuple(torch.geqrf(data))
-    route, steps, extension, backend = _route(data.device.index, data.shape[0], data.shape[1])
+    _, steps, extension = _route(data.device.index, data.shape[0], data.shape[1])
     if not steps:
         return tuple(torch.geqrf(data))
-    return extension.geqrf(data.contiguous(), steps, backend)
+    return extension.geqrf(data.contiguous(), steps)
 
 
 # =====================================================================================================================

@@ -105,7 +105,7 @@ def with_kind(n, kind, ranks, rows_per_lane):
     choice = submission.choose_backend(index)
     steps = [s if s.kind == WHOLE else s._replace(kind=kind, ranks=ranks, rows_per_lane=rows_per_lane, gram=0)
              for s in submission.plan(3, n, choice.info, choice.name).steps]
-    return lambda A: choice.extension.geqrf(A, submission._flat(submission.Plan(choice.name, tuple(steps))), submission.BACKENDS[choice.name])
+    return lambda A: choice.extension.geqrf(A, submission._flat(submission.Plan(choice.name, tuple(steps))))
 
 
 @pytest.mark.parametrize("n, kind, ranks, rows_per_lane", [

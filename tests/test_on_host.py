@@ -36,8 +36,7 @@ def host_source() -> str:
         if title.startswith("Host driver"):
             body = re.sub(r"struct Launcher \{.*?^\};\n", "", body, flags=re.S | re.M)
             body = re.sub(r"template <int R> void geqr2_cluster\(.*?^\}\n", 'template <int R> void geqr2_cluster(Launcher& launch, const PanelArgs&, int, int) { launch.error = "not emulated"; }\n', body, flags=re.S | re.M)
-            body = re.sub(r"^void panel\(.*?^\}\n", "void panel(Launcher& launch, const PanelUpdate& u, const PanelArgs& p, int batch, int ranks, int) { panel<HostProduct>(launch, u, p, batch, ranks); }\n", body, flags=re.S | re.M)
-            body = re.sub(r"^void larfb\(.*?^\}\n", "void larfb(Launcher& launch, const LarfbArgs& p, int batch, int panels, int) { larfb<HostProduct>(launch, p, batch, panels); }\n", body, flags=re.S | re.M)
+            body = re.sub(r"^#if defined\(KITTENS_HOPPER\)\nusing Products.*?^#endif\n", "using Products = HostProduct;\n", body, flags=re.S | re.M)
             body = body[:body.index("// How many clusters of")]
         kept.append(body)
     source = "\n".join(kept)
@@ -75,7 +74,7 @@ def factor(library, A, route):
 
     def pointer(tensor):
         return ctypes.c_void_p((tensor.data_ptr() + 127) // 128 * 128 if tensor is work else tensor.data_ptr())
-    error = library.qr_geqrf(pointer(A), pointer(H), pointer(tau), pointer(work), batch, n, submission._flat(route), len(route.steps), 0)
+    error = library.qr_geqrf(pointer(A), pointer(H), pointer(tau), pointer(work), batch, n, submission._flat(route), len(route.steps))
     assert error is None, error
     return H, tau
 

@@ -23,6 +23,8 @@ TEXT = (ROOT / "submission.py").read_text()
 H200 = DeviceInfo((9, 0), 132, 232448, (66, 30, 14, 7))
 B200 = DeviceInfo((10, 0), 148, 232448, (74, 36, 16, 8))
 A100 = DeviceInfo((8, 0), 108, 166912, (0, 0, 0, 0))
+LEAST = DeviceInfo((8, 0), 20, submission.BLOCKED_SHARED, (0, 0, 0, 0))   # the smallest device that factors by panels
+KERNELS = set(re.findall(r"__global__ void __launch_bounds__\([^)]*\) (\w+)\(", submission.CUDA_SOURCE))
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Arguments
@@ -81,45 +83,107 @@ SIZES = [*range(1, 20), 31, 32, 33, 63, 64, 65, 95, 96, 127, 128, 129, 160, 176,
 BATCHES = [1, 2, 3, 7, 8, 20, 40, 60, 132, 133, 640, 4096]
 
 
+def instances(launcher: str) -> set[int]:
+    """The values of rows_per_lane for which the host driver has an instance of a kernel."""
+    return {int(value) for value in re.findall(rf"case (\d+): {launcher}<", submission.CUDA_SOURCE)}
+
+
+def source_constant(name: str) -> int:
+    return int(re.search(rf"\b{name} = (\d+)[,;]", submission.CUDA_SOURCE)[1])
+
+
+def larfb_shared_bytes(panels: int, slots: int, staged: bool) -> int:
+    """The source's own formula."""
+    formula = re.search(r"int larfb_shared_bytes\(int panels, int slots, bool staged\) \{\s*return (.+?);\s*\}", submission.CUDA_SOURCE)[1]
+    formula = re.sub(r"\((\w+) \? (\w+) : (\w+)\)", r"(\2 if \1 else \3)", formula)
+    return eval(formula, {"kLarfbGroups": source_constant("kLarfbGroups"), "kPairBytes": 2 * 64 * 64 * 2, "panels": panels, "slots": slots, "staged": staged})
+
+
+def check_larfb(shape: tuple[int, int, int], rows: int, panels: int, info: DeviceInfo, backend: str):
+    """The launch exists, each block has rows and each cluster columns, and the slots are what the kernel's two tiles at a time need."""
+    ranks, chunks, slots = shape
+    tiles = -(-rows // 64)
+    assert ranks in (1, 2, 4, 8, 16) and ranks <= info.max_cluster and ranks <= tiles and info.resident(ranks) > 0
+    assert 1 <= chunks <= tiles - panels
+    assert 1 <= slots <= source_constant("kLarfbSlots") and min(2, -(-tiles // ranks)) <= slots <= -(-tiles // ranks)
+    assert larfb_shared_bytes(panels, slots, backend == "tcgen05" or ranks > 1) <= info.shared_bytes
+
+
 def check_route(route: Plan, batch: int, n: int, info: DeviceInfo, backend: str):
-    """Every column is factored once, in order, by kernels that hold the rows they are given and clusters that exist."""
+    """Every column is factored once, in order, and updated by each panel left of it once, by kernels that hold the rows they are given."""
     assert route.backend == backend and not route.reason
     *panels, last = route.steps
     assert [step.column for step in route.steps] == list(range(0, PANEL * len(route.steps), PANEL))
-    assert last.kind == WHOLE and 0 < n - last.column <= submission.WHOLE_LIMIT and 4 * last.rows_per_lane >= n - last.column
-    assert last.rows_per_lane in range(4, 49, 4), "the whole-matrix kernels that exist"
-    assert last[3:] == (1, 0, 0, 0), "nothing right of it to update"
-    assert (route.first_ranks > 0) == (len(panels) > 0) and 64 % max(route.first_ranks, 1) == 0 and route.first_ranks <= info.max_cluster
+    assert last.kind == WHOLE and 0 < n - last.column <= submission.WHOLE_LIMIT and 4 * last.rows_per_lane >= n - last.column > 4 * last.rows_per_lane - 16
+    assert last.rows_per_lane in instances("geqr2_whole")
+    assert last[3:] == (1, 0, 0, 0, 0, 0, 0), "nothing right of it to update"
     assert not panels or n > submission.WHOLE_LIMIT, "a matrix that fits one block is one launch"
+    waiting = []                                                          # panels not yet applied to what is right of the newest
     for step in panels:
         rows = n - step.column
         assert rows >= 2 * PANEL, "a panel has 64 columns and something right of it"
-        tiles, has_next = -(-rows // 64), route.steps[step.column // PANEL + 1].kind != WHOLE
-        assert 1 <= step.step_ranks <= min(info.max_cluster, tiles) and 64 % step.step_ranks == 0
-        assert 1 <= step.chunks <= tiles - 1 - has_next, "each cluster has a unit"
-        assert 1 <= step.slots <= min(4, -(-tiles // step.step_ranks)) and (step.slots + 3) * 16384 + 1024 <= info.shared_bytes
+        assert step.gram == 1 and step.panel_ranks in (1, 2, 4, 8, 16) and step.panel_ranks <= min(info.max_cluster, -(-rows // 64))
+        assert step.panel_ranks == 1 or batch <= info.resident(step.panel_ranks)
         assert 1 <= step.ranks <= info.max_cluster and step.ranks & (step.ranks - 1) == 0
         if step.kind == TALL:
             assert rows > submission.BLOCK_ROWS * step.ranks and step.ranks == info.max_cluster
         else:
-            assert step.rows_per_lane in {SINGLE: (8, 16), CLUSTER: (2, 4, 8, 16)}[step.kind], "the panel kernels that exist"
+            assert step.rows_per_lane in instances({SINGLE: "geqr2", CLUSTER: "geqr2_cluster"}[step.kind])
             assert 32 * step.rows_per_lane * step.ranks >= rows and (step.kind == SINGLE) == (step.ranks == 1)
+        waiting.append(step)
+        if step.panels:
+            assert step.panels == len(waiting) in (1, 2), "no panel is applied twice or forgotten"
+            check_larfb(step[7:], n - waiting[0].column, step.panels, info, backend)
+            waiting.clear()
+        else:
+            assert len(waiting) == 1 and step is not panels[-1], "only a panel that updates itself follows"
+            assert step[7:] == (0, 0, 0)
+    assert not waiting, "the last block takes no update"
     assert plan(batch, n, info, backend) == route, "pure"
 
 
-@pytest.mark.parametrize("info, backend", [(H200, "wgmma"), (H200, "mma"), (B200, "tcgen05"), (A100, "mma"),
-                                           (H200._replace(clusters=(66, 30, 14, 0)), "wgmma"), (H200._replace(multiprocessors=7), "wgmma")])
+DEVICES = [(H200, "wgmma"), (H200, "mma"), (B200, "tcgen05"), (A100, "mma"), (LEAST, "mma"),
+           (LEAST._replace(capability=(10, 0), clusters=(10, 5, 2, 1)), "tcgen05"),
+           (H200._replace(clusters=(66, 30, 14, 0)), "wgmma"), (H200._replace(multiprocessors=7, clusters=(3, 1, 0, 0)), "wgmma")]
+
+
+@pytest.mark.parametrize("info, backend", DEVICES)
 def test_route_over_a_grid(info, backend):
     for n in SIZES:
-        for batch in BATCHES:
+        for batch in BATCHES if n < 1000 else (1, 60) if n < 9000 else (1,):
             check_route(plan(batch, n, info, backend), batch, n, info, backend)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.integers(1, 2000), st.integers(1, 20000), st.integers(1, 200), st.sampled_from([1, 2, 4, 8, 16]))
-def test_route_anywhere(batch, n, multiprocessors, max_cluster):
-    info = H200._replace(multiprocessors=multiprocessors, clusters=tuple(max(1, multiprocessors // r) if r <= max_cluster else 0 for r in (2, 4, 8, 16)))
-    check_route(plan(batch, n, info, "wgmma"), batch, n, info, "wgmma")
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 2000), st.integers(1, 20000), st.integers(1, 200), st.sampled_from([1, 2, 4, 8, 16]), st.integers(submission.BLOCKED_SHARED, 256 << 10),
+       st.sampled_from(list(submission.BACKENDS)))
+def test_route_anywhere(batch, n, multiprocessors, max_cluster, shared_bytes, backend):
+    info = DeviceInfo((9, 0), multiprocessors, shared_bytes, tuple(max(1, multiprocessors // r) if r <= max_cluster else 0 for r in submission.CLUSTER_SIZES))
+    check_route(plan(batch, n, info, backend), batch, n, info, backend)
+
+
+@pytest.mark.parametrize("info, backend", DEVICES)
+def test_larfb_shape_alone(info, backend):
+    """Any update, also one that no plan has now: from one tile right of the panels."""
+    for panels in (1, 2):
+        for rows in [64 * panels + 1, 64 * panels + 64, 64 * panels + 65, *range(200, 1400, 151), 4096, 4097]:
+            for batch in BATCHES:
+                check_larfb(submission.larfb_shape(batch, rows, panels, info, backend), rows, panels, info, backend)
+
+
+def test_larfb_fills_the_device():
+    """One matrix is dealt to many blocks, and never to more than are resident; a batch larger than the device is not split at all."""
+    for info, backend in DEVICES:
+        for panels in (1, 2):
+            ranks, chunks, _ = submission.larfb_shape(1, 4096, panels, info, backend)
+            assert info.multiprocessors / 4 < ranks * chunks and chunks <= info.resident(ranks)
+            assert submission.larfb_shape(100 * info.multiprocessors, 512, panels, info, backend)[:2] == (1, 1)
+
+
+def test_figures_of_the_plan_are_the_source_s():
+    assert submission.LARFB_GROUPS == source_constant("kLarfbGroups") and submission.LARFB_SLOTS == source_constant("kLarfbSlots")
+    assert submission.PANEL == source_constant("kPanelWidth") and submission.PAIR == 2 * 64 * 64 * 2
+    assert larfb_shared_bytes(2, 3, True) == 1024 + (3 * 2 + 3 + 2) * 16384 and larfb_shared_bytes(1, 1, False) == 1024 + 2 * 16384
 
 
 def test_routes_to_geqrf_say_why():
@@ -134,7 +198,7 @@ def test_routes_to_geqrf_say_why():
 def test_ranked_sizes_are_no_special_case():
     """Neighbours of a ranked shape take the same kernels, up to where the last panel ends."""
     def kernels(batch, n, count):
-        return [(s.kind, s.rows_per_lane, s.ranks, s.step_ranks, s.chunks) for s in plan(batch, n, H200, "wgmma").steps[:count]]
+        return [s._replace(column=0) for s in plan(batch, n, H200, "wgmma").steps[:count]]
     for batch, n in ((20, 32), (40, 176), (40, 352), (640, 512), (60, 1024), (8, 2048), (2, 4096)):
         count = max(1, n // PANEL - 3)
         assert kernels(batch, n, count) == kernels(batch, n - 1, count) == kernels(batch + (batch > 100), n, count), (batch, n)
@@ -168,17 +232,22 @@ def test_kernelguard_matches_nothing():
 
 
 def test_file_map_names_what_exists():
-    lines = re.search(r"File map\n(.*?)\n\n", submission.__doc__, re.S)[1].splitlines()
-    names = [name for line in lines for name in re.findall(r"\b[A-Za-z_0-9]+\b", re.sub(r"\(gram_panel makes its own T\)|\(products of tiles\)|\(the update beside the next panel\)", "", line.split(":", 1)[1]))]
-    assert len(names) > 20
+    names = []
+    for line in re.search(r"File map\n(.*?)\n\n", submission.__doc__, re.S)[1].splitlines():
+        listed = line.split(":", 1)[1]
+        named = re.findall(r"\(([\w, ]+)\)", listed)                      # in parentheses: more names, or words about the one before
+        names += [name.strip() for part in [re.sub(r"\([^)]*\)", "", listed), *(x for x in named if re.fullmatch(r"\w+(, \w+)*", x))] for name in part.split(",")]
+    assert len(names) > 20 and KERNELS - {"panel_kernel"} <= set(names)
     for name in names:
         assert re.search(rf"(def|class|struct) {name}\b|\b{name}\(", TEXT.split('"""', 2)[2]), name
 
 
 def test_launch_names_are_the_kernels():
-    """The name that an error would report is the kernel's."""
-    launches = re.findall(r'launch\("(\w+)", (?:p\.(?:panel\.)?n % \d \? )?(\w+)', submission.CUDA_SOURCE)
-    assert len(launches) >= 5 and all(said == kernel for said, kernel in launches)
+    """The name that an error would report is the kernel's, and every kernel is launched."""
+    launches = re.findall(r'launch\("(\w+)", (.*?)[,\n]\s*(?:static_cast|blocks|batch)', submission.CUDA_SOURCE, re.S)
+    for said, kernels in launches:
+        assert set(re.findall(r"\w+_kernel", kernels)) == {said}
+    assert {said for said, _ in launches} == KERNELS and len(launches) == submission.CUDA_SOURCE.count('launch("')
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -187,11 +256,12 @@ def test_launch_names_are_the_kernels():
 
 TARGETS = {"mma": (8, 0), "wgmma": (9, 0), "tcgen05": (10, 0)}
 INSTRUCTIONS = {"mma": "mma.sync.aligned.m16n8k16.row.col.f32.bf16", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma"}
+PRODUCTS = {"mma": "7MmaSync", "wgmma": "5Wgmma", "tcgen05": "7Tcgen05"}   # mangled
 
 
 @pytest.fixture(scope="session")
 def ptx(tmp_path_factory):
-    """Backend -> PTX, compiled with the flags of the build (nvcc, no torch header)."""
+    """Backend -> PTX, compiled with the flags of the build (nvcc, no torch header); "folder": of the files."""
     if not shutil.which("nvcc"):
         pytest.skip("nvcc is not on PATH")
     try:
@@ -211,19 +281,49 @@ def ptx(tmp_path_factory):
         return out.read_text()
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(TARGETS, pool.map(compile_for, TARGETS)))
+        return {"folder": folder, **dict(zip(TARGETS, pool.map(compile_for, TARGETS)))}
 
 
 @pytest.mark.parametrize("backend", TARGETS)
 def test_ptx_holds_the_backends_instruction(ptx, backend):
     text = ptx[backend]
     assert f".target sm_{TARGETS[backend][0]}{TARGETS[backend][1]}" in text
-    assert INSTRUCTIONS[backend] in text and INSTRUCTIONS["mma"] in text, "mma.sync is the safety net everywhere"
     for other, instruction in INSTRUCTIONS.items():
-        assert other in (backend, "mma") or instruction not in text
-    kernels = {name for name in ("geqr2_whole_kernel", "geqr2_kernel", "geqr2_cluster_kernel", "geqr2_tall_kernel", "step_kernel")
-               if re.search(rf"\.entry \w*{name}", text)}
-    assert len(kernels) == 5
+        assert (instruction in text) == (other == backend)
+
+
+def entries(text: str) -> set[str]:
+    """Kernels of a module: their names and template arguments, mangled."""
+    return {name.removeprefix("_Z").lstrip("0123456789").split("EEv")[0] for name in re.findall(r"\.entry (\w+)\(", text)}
+
+
+@pytest.mark.parametrize("backend", TARGETS)
+def test_every_kernel_is_compiled(ptx, backend):
+    """Each instance that the host driver may launch, with the backend's products, and no other."""
+    want = {f"geqr2_whole_kernelILi{rows // 4}" for rows in instances("geqr2_whole")} | {f"geqr2_cluster_kernelILi{rows}" for rows in instances("geqr2_cluster")}
+    want |= {f"geqr2_kernelILi{rows}ELi{columns}ELi{warps}" for rows, columns, warps in re.findall(r"geqr2<(\d+), (\d+), (\d+)>", submission.CUDA_SOURCE)}
+    want |= {f"larfb_kernelI{PRODUCTS[backend]}Li{panels}ELb{even}" for panels in (1, 2) for even in (0, 1)}
+    want |= {f"panel_kernelI{PRODUCTS[backend]}Lb{aligned == 'true':d}ELi{blocks}"
+             for aligned, blocks in re.findall(r"panel_kernel<Products, (\w+), (\d)>", submission.CUDA_SOURCE)}
+    found = entries(ptx[backend])
+    tall = {name for name in found if name.startswith("geqr2_tall_kernel")}
+    assert len(tall) == 1 and found - tall == want
+    assert {re.match(r"\w*?_kernel", name)[0] for name in found} == KERNELS
+
+
+@pytest.mark.parametrize("backend", TARGETS)
+def test_registers_suffice(ptx, backend):
+    """No spills where wgmma and tcgen05 are used, a few words at most in the column-by-column kernels. mma.sync's fragments and operands are all
+    registers: there a few hundred bytes may go to memory."""
+    target = re.search(r"\.target (\w+)", ptx[backend])[1]
+    path = ptx["folder"] / f"{backend}.ptx"
+    said = subprocess.run(["ptxas", "-v", f"-arch={target}", str(path), "-o", os.devnull], capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    figures = re.findall(r"Function properties for (\w+_kernel\w*)\s+\d+ bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said.stderr)
+    assert len(figures) == len(entries(ptx[backend]))
+    for name, stores, loads in figures:
+        limit = 16 if "geqr2" in name else 2048 if backend == "mma" else 0
+        assert int(stores) <= limit and int(loads) <= 2 * limit, (name, stores, loads)
 
 
 def test_cuda_source_includes_no_torch_header():
@@ -439,7 +539,7 @@ def test_geqrf_serves_when_nothing_works(hopper):
         choice = submission.choose_backend(0)
     assert [str(w.message).split(":")[0] for w in caught] == ["custom_kernel cannot use wgmma", "custom_kernel cannot use mma"]
     assert choice.name == "geqrf" and choice.extension is None
-    route, steps, extension, _ = submission._route(0, 2, 100)
+    route, steps, extension = submission._route(0, 2, 100)
     assert (route.backend, steps, extension) == ("geqrf", b"", None) and "no compiler for wgmma" in route.reason
 
 

@@ -209,7 +209,7 @@ def factor(A):
     work = torch.empty(library.qr_work_bytes(batch, n), dtype=torch.uint8, device="cuda")
     route = plan(batch, n, info, "tcgen05")
     torch.cuda.synchronize()
-    error = library.qr_geqrf(pointer(A), pointer(H), pointer(tau), pointer(work), batch, n, _flat(route), len(route.steps), route.first_ranks, submission.BACKENDS["tcgen05"])
+    error = library.qr_geqrf(pointer(A), pointer(H), pointer(tau), pointer(work), batch, n, _flat(route), len(route.steps))
     if error:
         sys.exit(error.decode())
     torch.cuda.synchronize()
