@@ -150,7 +150,7 @@ DEVICES = [(H200, "wgmma"), (H200, "mma"), (B200, "tcgen05"), (A100, "mma"), (LE
 @pytest.mark.parametrize("info, backend", DEVICES)
 def test_route_over_a_grid(info, backend):
     for n in SIZES:
-        for batch in BATCHES if n < 1000 else (1, 60) if n < 9000 else (1,):
+        for batch in BATCHES[::2] if n < 1000 else (1, 60) if n < 9000 else (1,):
             check_route(plan(batch, n, info, backend), batch, n, info, backend)
 
 
