@@ -48,8 +48,8 @@ WHOLE_LIMIT = 192            # largest matrix, or last block of a larger one, th
 BLOCK_ROWS = 512             # rows of a panel that one block keeps in registers
 PAIR = 16 * 1024             # bytes of a 64 x 64 tile in two bf16 parts
 LARFB_GROUPS, LARFB_SLOTS = 2, 8    # warpgroups of a block of the larfb kernel; at most: tiles of V in its shared memory
-# The larfb kernel's cycles: a block's start; a tile of 64 rows in both passes over C; a round's products with T; a cluster's meeting. From
-# the profile of its predecessor on an H200 (benchmarks/LOG.md, 6); benchmarks/stages.py measures them anew.
+# The larfb kernel's cost, in units of about a cycle: a block's start; a tile of 64 rows in both passes over C; a round's products with T; a
+# cluster's meeting. Fitted to whole factorizations of eight shapes on an H200, 2026-12-01 (benchmarks/LOG.md); stages.py shows the parts.
 LARFB_START, LARFB_TILE, LARFB_ROUND, LARFB_MEET = 5000, 4000, 4000, 8000
 BLOCKED_SHARED = 160 * 1024  # bytes of shared memory a block needs beyond 128 rows
 WHOLE, SINGLE, CLUSTER, TALL = range(4)   # kinds of Step, as in the CUDA source's StepKind
