@@ -8,7 +8,7 @@ How it works: columns are factored in panels of 64 (geqr2). A panel is taken fro
 unless its columns are nearly dependent: then column by column, in float32. The panel's reflectors V come with T, which gathers
 them into I - V T V^T (larft). Panels go in pairs: the first is applied to the second, then both at once to the columns right of them
 (larfb), on tensor cores, every float32 operand split into two bf16 parts, three products of parts, float32 sums. A matrix of up to 192
-columns, or the last of a larger one, is one launch, with no T.
+columns, or the last of a larger one, is one launch: panels of 16 columns, a warp each, on the same principles.
 
 File map
   Route:        plan, plan_for, custom_kernel
@@ -26,6 +26,7 @@ Environment
   THUNDERKITTENS_ROOT   folder that holds ThunderKittens' include/kittens.cuh
 """
 import array
+import contextlib
 import functools
 import hashlib
 import os
@@ -45,13 +46,14 @@ from task import input_t, output_t
 # =====================================================================================================================
 PANEL = 64                   # columns of a panel
 WHOLE_LIMIT = 192            # largest matrix, or last block of a larger one, that one block keeps in registers
+MANY_LIMIT = 96              # the same for the last blocks of more matrices than multiprocessors: what counts then is work, not one matrix's chain
 BLOCK_ROWS = 512             # rows of a panel that one block keeps in registers
 PAIR = 16 * 1024             # bytes of a 64 x 64 tile in two bf16 parts
-LARFB_GROUPS, LARFB_SLOTS = 2, 8    # warpgroups of a block of the larfb kernel; at most: tiles of V in its shared memory
-# The larfb kernel's cost, in units of about a cycle: a block's start; a tile of 64 rows in both passes over C; a round's products with T; a
-# cluster's meeting. Fitted to whole factorizations of eight shapes on an H200, 2026-12-01 (benchmarks/LOG.md); stages.py shows the parts.
-LARFB_START, LARFB_TILE, LARFB_ROUND, LARFB_MEET = 5000, 4000, 4000, 8000
-BLOCKED_SHARED = 160 * 1024  # bytes of shared memory a block needs beyond 128 rows
+LARFB_GROUPS, LARFB_SLOTS = 2, 8    # at most: warpgroups of a block of the larfb kernel, tiles of V in its shared memory
+# The larfb kernel's cost, in units of about a cycle: a block's start; a tile of 64 rows in both passes over C, by one panel; a round's products with T;
+# a cluster's meeting. With them the route is within 1 % of the best of nine fixed ones on each of five shapes (H200, 2026-12-01, benchmarks/LOG.md).
+LARFB_START, LARFB_TILE, LARFB_ROUND, LARFB_MEET = 5000, 2000, 2000, 6000
+BLOCKED_SHARED = 161 * 1024  # bytes of shared memory a block needs beyond 128 rows
 WHOLE, SINGLE, CLUSTER, TALL = range(4)   # kinds of Step, as in the CUDA source's StepKind
 CLUSTER_SIZES = 2, 4, 8, 16
 MAX_BLOCKS = 2**31 - 1       # of one launch
@@ -82,7 +84,7 @@ class Step(NamedTuple):
     matrices: 4 for every 16 rows); with `gram` the panel kernel tries first, on `panel_ranks` blocks a matrix, and this is for the matrices
     that it declined. Then `panels` panels (this one, or this and the one before) update what is right of them; 0: the next panel updates
     itself. Each matrix's rows are dealt to `larfb_ranks` blocks, its columns to `chunks` clusters, with `slots` tiles of V in a
-    block's shared memory."""
+    block's shared memory and `groups` warpgroups in a block."""
     kind: int
     column: int
     rows_per_lane: int
@@ -93,6 +95,7 @@ class Step(NamedTuple):
     larfb_ranks: int = 0
     chunks: int = 0
     slots: int = 0
+    groups: int = 0
 
 
 class Plan(NamedTuple):
@@ -102,26 +105,29 @@ class Plan(NamedTuple):
     reason: str = ""
 
 
-def larfb_shape(batch: int, rows: int, panels: int, info: DeviceInfo, backend: str) -> tuple[int, int, int]:
-    """(ranks, chunks, slots) of the update by one or two panels, the first of `rows` rows: the cheapest by a count of cycles.
+def larfb_shape(batch: int, rows: int, panels: int, info: DeviceInfo, backend: str) -> tuple[int, int, int, int]:
+    """(ranks, chunks, slots, groups) of the update by one or two panels, the first of `rows` rows: the cheapest by a count of cycles.
 
     A block costs its start, and for each round of its warpgroups the tiles of 64 rows, twice, and the products with T."""
     tiles = -(-rows // PANEL)
     units = tiles - panels
     best = None
-    ranks = 1
-    while ranks <= min(info.max_cluster, 8, tiles):
-        own_tiles = -(-tiles // ranks)
-        fixed = 2 * panels - 1 + (LARFB_GROUPS if ranks > 1 or backend == "tcgen05" else 0)
-        slots = min(LARFB_SLOTS, own_tiles, ((info.shared_bytes - 1024) // PAIR - fixed) // panels)
-        for per_chunk in range(1, min(units, 64) + 1):
-            chunks = -(-units // per_chunk)
-            waves = -(-batch * chunks // info.resident(ranks))
-            rounds = -(-per_chunk // LARFB_GROUPS)
-            cycles = waves * (LARFB_START + rounds * (panels * own_tiles * LARFB_TILE + panels * LARFB_ROUND + (ranks > 1) * panels * LARFB_MEET))
-            if slots >= min(2, own_tiles) and (best is None or cycles < best[0]):
-                best = cycles, (ranks, chunks, slots)
-        ranks *= 2
+    for groups in range(1, LARFB_GROUPS + 1):
+        fixed = 2 * panels - 1 + groups * (3 if backend == "tcgen05" else 2)
+        ranks = 1
+        while ranks <= min(info.max_cluster, 8, tiles):
+            own_tiles = -(-tiles // ranks)
+            slots = min(LARFB_SLOTS, own_tiles, ((info.shared_bytes - 1024) // PAIR - fixed) // panels)
+            for per_chunk in range(groups, min(units, 64) + 1):
+                chunks = -(-units // per_chunk)
+                if units // chunks < groups:                                  # every warpgroup has a unit in the first round
+                    continue
+                waves = -(-batch * chunks // info.resident(ranks))
+                rounds = -(-per_chunk // groups)
+                cycles = waves * (LARFB_START + rounds * (panels * (own_tiles * LARFB_TILE + LARFB_ROUND) + (ranks > 1) * LARFB_MEET))
+                if slots >= min(2, own_tiles) and (best is None or cycles < best[0]):
+                    best = cycles, (ranks, chunks, slots, groups)
+            ranks *= 2
     return best[1]
 
 
@@ -130,20 +136,21 @@ def plan(batch: int, n: int, info: DeviceInfo, backend: str) -> Plan:
 
     Column by column, a panel of up to 512 rows is one block's. A taller one is spread over a cluster: as few blocks as hold it, then twice as
     many while that leaves no block without a multiprocessor; what no cluster holds stays in memory. Panels go in pairs: the second
-    is updated by the first alone, the rest by both at once. A matrix of at most 192 columns, or the last at most 192 of a larger one, is one launch."""
+    is updated by the first alone, the rest by both at once. A matrix of at most 192 columns, or the last at most 192 of a larger one (96 of many), is one launch."""
     if backend == "geqrf":
         return Plan("geqrf", (), "torch.geqrf was asked for")
     if n > 128 and info.shared_bytes < BLOCKED_SHARED:
         return Plan("geqrf", (), f"n = {n} needs {BLOCKED_SHARED} bytes of shared memory a block, the device has {info.shared_bytes}")
 
     steps, column, panels = [], 0, 0
-    while n - column > WHOLE_LIMIT:
+    last = MANY_LIMIT if batch > info.multiprocessors and n > WHOLE_LIMIT else WHOLE_LIMIT
+    while n - column > last:
         rows, ranks, panel_ranks = n - column, 1, 1
         while 2 * panel_ranks <= info.max_cluster and batch <= info.resident(2 * panel_ranks) and rows > 64 * (2 * panel_ranks - 1):
             panel_ranks *= 2
         panels += 1                                                          # not yet applied to what is right of them
         follow = (1, panel_ranks, 0)
-        if panels == 2 or n - column - PANEL <= WHOLE_LIMIT:
+        if panels == 2 or n - column - PANEL <= last:
             follow = (1, panel_ranks, panels, *larfb_shape(batch, rows + (panels - 1) * PANEL, panels, info, backend))
             panels = 0
         while rows > BLOCK_ROWS * ranks and ranks < info.max_cluster:
@@ -174,6 +181,7 @@ CUDA_SOURCE = r"""
 // ---------------------------------------------------------------------------------------------------------------------
 // Shared device helpers
 // ---------------------------------------------------------------------------------------------------------------------
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -206,6 +214,17 @@ __device__ __forceinline__ void split_bf16(float x, float y, uint32_t& high, uin
     low = reinterpret_cast<const uint32_t&>(l);
 }
 
+// The same in any number of parts; three have all of a float32.
+template <int N> __device__ __forceinline__ void split_parts(float x, float y, uint32_t (&part)[N]) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+        const __nv_bfloat162 h = __floats2bfloat162_rn(x, y);
+        part[k] = reinterpret_cast<const uint32_t&>(h);
+        x -= __uint_as_float(part[k] << 16);
+        y -= __uint_as_float(part[k] & 0xffff0000u);
+    }
+}
+
 // Takes the leading 8 bits off x and y, packed as bf16. Three times take all 24: a float32 is the sum of three bf16 exactly.
 __device__ __forceinline__ uint32_t take_bf16(float& x, float& y) {
     const uint32_t high_x = __float_as_uint(x) & 0xffff0000u, high_y = __float_as_uint(y) & 0xffff0000u;
@@ -222,6 +241,10 @@ __device__ __forceinline__ void copy_async_4(void* smem, const void* global) {
 }
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+__device__ __forceinline__ void copy_async_arrive(uint64_t* bar) {   // once the thread's copies so far have been made
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_address(bar)) : "memory");
+}
 
 __device__ __forceinline__ void barrier_init(uint64_t* bar, int count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(smem_address(bar)), "r"(count) : "memory");
@@ -242,10 +265,10 @@ __device__ __forceinline__ void barrier_wait(uint64_t* bar, int parity) {
     }
 }
 
-// Counts up, and orders what the counting threads did before it before what those do that count later. Returns the count before.
+// Counts up, once what the thread has read has arrived. Returns the count before.
 __device__ __forceinline__ int count_block(int* counter) {
     int before;
-    asm volatile("atom.acq_rel.cta.shared.add.s32 %0, [%1], 1;" : "=r"(before) : "r"(smem_address(counter)) : "memory");
+    asm volatile("atom.relaxed.cta.shared.add.s32 %0, [%1], 1;" : "=r"(before) : "r"(smem_address(counter)) : "memory");
     return before;
 }
 
@@ -281,8 +304,33 @@ __device__ __forceinline__ void load_pair(uint8_t* to, const uint8_t* from, uint
     }
 #else
     for (int at = threadIdx.x % 32 * 16; at < kPairBytes; at += 512) copy_async_16(to + at, from + at);
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(smem_address(full)) : "memory");
+    copy_async_arrive(full);
 #endif
+}
+
+// A box of C: 64 rows of 16 float32, 16-byte pieces permuted by the row (the 64-byte swizzle of tensor maps). Loaded by a warp; `full` (barrier_init
+// with 1, or with 32 if plain) completes with it. Rows and columns that the matrix does not have come as zeros.
+constexpr int kBoxBytes = 64 * 16 * sizeof(float);
+__device__ __forceinline__ int box_offset(int row, int column) { return row * 64 + ((4 * column) ^ ((row >> 1 & 3) << 4)); }
+__device__ __forceinline__ void load_box_async(uint8_t* to, const CUtensorMap& map, int column, int row, int matrix, uint64_t* full) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    if (threadIdx.x % 32 == 0) {
+        asm volatile("{.reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;}" ::"r"(smem_address(full)), "r"(kBoxBytes) : "memory");
+        asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                     ::"r"(smem_address(to)), "l"(&map), "r"(column), "r"(row), "r"(matrix), "r"(smem_address(full)) : "memory");
+    }
+#endif
+}
+__device__ __forceinline__ void load_box_plain(uint8_t* to, const float* src, int n, int column, int row, long matrix, uint64_t* full) {
+#pragma unroll 4
+    for (int e = threadIdx.x % 32; e < 64 * 16; e += 32) {
+        const int i = row + e / 16, j = column + e % 16;
+        uint8_t* const at = to + box_offset(e / 16, e % 16);
+        if (i < n && j < n) copy_async_4(at, src + (matrix * n + i) * n + j);
+        else *reinterpret_cast<float*>(at) = 0;
+    }
+    __syncwarp();                                                           // the zeros too are there for whoever waits
+    copy_async_arrive(full);
 }
 
 // Ordinary stores to shared memory, before wgmma and tcgen05 (which read through the asynchronous proxy) may see them.
@@ -307,6 +355,32 @@ template <typename T> __device__ __forceinline__ T* in_rank(T* shared, uint32_t 
 #else
     return shared;
 #endif
+}
+
+// A warp's product of 16 x 16 by 16 x 8: D = A B + C. With g = lane / 4 and t = lane % 4: a[0], a[1] hold k = 2 t and the next of rows g and g + 8,
+// a[2], a[3] those plus 8; b0 those of column g, b1 plus 8; C and D columns 2 t and the next of row g, then of row g + 8.
+__device__ __forceinline__ void multiply_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const float (&c)[4]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+// Four 8 x 8 bf16 matrices from shared memory, lane l naming row l % 8 of matrix l / 8; each comes as an operand's register, or transposed.
+template <bool kTransposed> __device__ __forceinline__ void load_matrices(uint32_t (&f)[4], const uint8_t* row) {
+    if (kTransposed) asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                                  : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(smem_address(row)) : "memory");
+    else asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                      : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(smem_address(row)) : "memory");
+}
+// Two products' results, side by side, as parts of an operand A (or, registers 0 and 2, 1 and 3 of it, of operands B).
+template <int N> __device__ __forceinline__ void pack_step(const float (&left)[4], const float (&right)[4], uint32_t (&a)[N][4]) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        const float (&from)[4] = e / 2 ? right : left;
+        uint32_t part[N];
+        split_parts(from[e % 2 * 2], from[e % 2 * 2 + 1], part);
+#pragma unroll
+        for (int k = 0; k < N; ++k) a[k][e] = part[k];
+    }
 }
 
 // body(0), ..., body(N - 1), each index a compile-time constant.
@@ -386,6 +460,27 @@ __device__ __forceinline__ void scale_for(float largest, float& scale, float& un
     const int exponent = min(126, static_cast<int>(__float_as_uint(largest) >> 23 & 255) - 127);
     scale = ldexpf(1.0f, -exponent);
     unscale = ldexpf(1.0f, exponent);
+}
+
+constexpr float kGrowthLimit = 6.0f, kTailFloor = 1e-3f;
+__device__ __forceinline__ float rcp_newton(float x) {
+    float q;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(q) : "f"(x));
+    return fmaf(q, fmaf(-x, q, 1.0f), q);
+}
+// One step of a panel's recurrence from its Gram matrix (gram_panel has the theory): from the pivot of G and the diagonal entry of P_top,
+// both as they are by then. What passes the guards is far from subnormal.
+struct GramStep { float minus_inv_beta, pivot, inv; };
+__device__ __forceinline__ GramStep gram_step(float square, float alpha, bool& good) {
+    good &= (square > 1e-28f) & (square < 1e30f) & (fmaf(-alpha, alpha, square) > kTailFloor * square);
+    float rs;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(rs) : "f"(square));
+    rs = fmaf(0.5f * rs, fmaf(-square * rs, rs, 1.0f), rs);
+    GramStep h;
+    h.minus_inv_beta = copysignf(rs, alpha);
+    h.pivot = fmaf(h.minus_inv_beta, square, alpha);                        // alpha - beta
+    h.inv = rcp_newton(h.pivot);
+    return h;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -504,236 +599,544 @@ __device__ __forceinline__ void larft(float* sG, float* sT, float* sX, const flo
 // ---------------------------------------------------------------------------------------------------------------------
 // Factors rows and columns col.. of every matrix, at most 16 Q of them; writes H and tau.
 //
-// Decomposition: one block per matrix, a warp per 16 columns. Lane l has the four columns l % 4 + 4 c of the warp's and, of every 32 rows,
-// the four from 4 (l / 4) (of a last 16 rows two): 8 Q entries, for which a step reads 2 Q entries of v from shared memory, once.
-// A warp applies the reflectors of the warps before it, each as soon as it is published, then makes its own 16. Of these only the next
-// column is urgent: it is updated first and goes to all lanes through its slot of shared memory (each column has its own, so nobody ever
-// waits for a reader); its reflector is made from the tail's square while the products with the other columns are taken and summed. The
-// slot then gets the head, 1 / scale, zeros above it, and is published: for the other warps v is one vector, and a reflector one message.
-// Finished columns stay raw in registers until they are stored. Whole groups of 32 rows above row k are left out.
+// Decomposition: one block per matrix, a warp per panel of 16 columns, which it keeps transposed as accumulators of mma: tile b has 16 columns
+// of C (M) by rows 8 b .. 8 b + 7 (N), and two tiles, a step of 16 rows, packed as bf16 are an operand A, or two operands B. A warp applies
+// the block reflectors of the panels before it, each as soon as it is published, then makes its own. Each application finishes 16 rows of
+// R, which are stored, and moves the others up: tile 0 is always at the diagonal, and what comes in at the end are zeros.
+//     W = V^T C, Y = T^T W, C -= V Y, transposed, from two bf16 parts of each operand, without low low; for few rows, where n eps is less, from three
+// V and T go through shared memory, each panel in a slot of its own, so nobody waits for a reader: V^T as [column][row from the
+// panel's first on], at a pitch that is conflict-free for ldmatrix in both directions, and T by rows.
+//
+// The panel comes from its Gram matrix, as in gram_panel, with the same recurrence and guards, but within a warp: lane i has row i of G, and
+// row i of P_top or (lanes 16 to 31) of the identity, which the same steps turn into U^-1. G is high high + mid mid + X + X^T with
+// X = high mid + high low. T follows from V^T V and tau = 2 / |v|^2 while others already use V. A panel that the guards decline goes column by
+// column in float32, a lane per row, the columns moving one place left each time; so does the last one, whose last column has no tail, a
+// lane per column, the rows moving up. A panel with nothing below the diagonal only says so. Slots after a panel's are free until
+// its T is published: scratch.
 //
 // Columns are scaled by powers of two to entries near 1 on the way in (products of columns of 1e-30 and 1e30 stay in range) and R back
 // on the way out: neither V nor tau depends on it.
 template <int Q> struct Geqr2WholeShape {
-    static constexpr int kColumns = 16 * Q, kThreads = 32 * Q, kRowsPerLane = 2 * Q, kChunks = (Q + 1) / 2;
-    static constexpr int kReflectors = kColumns * kColumns, kUnscales = kReflectors + 4 * kColumns, kBarriers = kUnscales + kColumns;   // in floats, after the slots
-    static constexpr int kSmemBytes = 4 * kBarriers + 8 * kColumns;
-    static constexpr int rows_of(int chunk) { return chunk < Q / 2 ? 4 : 2; }                            // that a lane has of a chunk of rows
+    static constexpr int kColumns = 16 * Q, kThreads = 32 * Q, kChunks = (Q + 3) / 4;   // four steps are a chunk: independent products enough
+    static constexpr int kParts = Q <= 7 ? 3 : 2;
+    static constexpr int kTPitch = 48, kTPart = 16 * kTPitch;                           // in bytes, as all of these
+    static constexpr __host__ __device__ int pitch(int panel) { return 128 * ((Q - panel + 3) / 4) + 16; }
+    static constexpr __host__ __device__ int part(int panel) { return 16 * pitch(panel); }             // V's; T's follow
+    static constexpr __host__ __device__ int slot(int panel) { return kParts * (part(panel) + kTPart); }
+    static constexpr int slots() {
+        int bytes = 0;
+        for (int panel = 0; panel < Q; ++panel) bytes += slot(panel);
+        return bytes;
+    }
+    static constexpr int kBarriers = slots() + 32 * pitch(Q - 1) + 128, kEmpty = kBarriers + 16 * Q;   // after the last panel's scratch
+    static constexpr int kSmemBytes = kEmpty + 4 * Q;
+    static constexpr int kScratchPitch = 20;                                            // floats; rows or columns of eight lanes meet in no bank
 };
 
-// Sums over the eight lanes of a column: of one value, and of four at once, of which lane l is left with number l / 8.
-__device__ __forceinline__ float whole_sum(float x) {
-    x += __shfl_xor_sync(0xffffffffu, x, 16);
-    x += __shfl_xor_sync(0xffffffffu, x, 8);
-    return x + __shfl_xor_sync(0xffffffffu, x, 4);
+__device__ __forceinline__ void load_four(float* x, const float* from) {
+    const float4 v = *reinterpret_cast<const float4*>(from);
+    x[0] = v.x; x[1] = v.y; x[2] = v.z; x[3] = v.w;
 }
-__device__ __forceinline__ float whole_sum_scatter(const float (&x)[4]) {
-    const bool upper = threadIdx.x & 16, odd = threadIdx.x & 8;
-    const float y0 = (upper ? x[2] : x[0]) + __shfl_xor_sync(0xffffffffu, upper ? x[0] : x[2], 16);
-    const float y1 = (upper ? x[3] : x[1]) + __shfl_xor_sync(0xffffffffu, upper ? x[1] : x[3], 16);
-    const float z = (odd ? y1 : y0) + __shfl_xor_sync(0xffffffffu, odd ? y0 : y1, 8);
-    return z + __shfl_xor_sync(0xffffffffu, z, 4);
+// one(a, b) for the products of parts a and b that count, smallest first.
+template <int kParts, typename One> __device__ __forceinline__ void whole_products(One one) {
+#pragma unroll
+    for (int order = kParts - 1; order >= 0; --order)
+#pragma unroll
+        for (int a = order; a >= 0; --a) one(a, order - a);
+}
+// Sums of A B over steps, of 16 x 16, apart for products of different parts: short chains, and the small ones are not lost.
+struct WholeSums {
+    float of[3][2][4] = {};
+    template <int kParts> __device__ __forceinline__ void add(const uint32_t (&a)[kParts][4], const uint32_t (&b)[kParts][4]) {
+        whole_products<kParts>([&](int i, int j) {
+            float (&sum)[2][4] = of[i > j ? 1 : j > 0 ? 2 : 0];
+            multiply_bf16(sum[0], a[i], b[j][0], b[j][1], sum[0]);
+            multiply_bf16(sum[1], a[i], b[j][2], b[j][3], sum[1]);
+        });
+    }
+    __device__ __forceinline__ float total(int h, int e) const { return of[1][h][e] + of[2][h][e] + of[0][h][e]; }
+};
+
+// A column's reflector, all lanes the same; up(scale) is the sum of squares of the scaled tail. False: nothing below, LAPACK leaves the column alone.
+template <typename Up> __device__ __forceinline__ bool whole_reflector(float alpha, float square, Reflector& h, float& pivot, float& factor, Up up) {
+    h = larfg(alpha, square);
+    pivot = alpha - h.beta;
+    factor = -h.tau * h.scale;
+    if (!__any_sync(0xffffffffu, !(square > 1e-30f))) return true;
+    constexpr float kUp = 18446744073709551616.0f;                          // 2^64: underflow, or nothing there; look closer
+    const float up_square = up(kUp);
+    if (up_square == 0) {
+        h = {alpha, 0, 0};
+        pivot = factor = 0;
+        return false;
+    }
+    if (fabsf(alpha) < 1e-15f) {
+        h = larfg(alpha * kUp, up_square);
+        h.beta *= 1 / kUp;
+        h.scale *= kUp;
+        pivot = alpha - h.beta;
+        factor = -h.tau * h.scale;
+    }
+    return true;
 }
 
 template <int Q>
 __global__ void __launch_bounds__(32 * Q, 1) geqr2_whole_kernel(const PanelArgs p) {
     using Shape = Geqr2WholeShape<Q>;
-    constexpr int N = Shape::kColumns, R = Shape::kRowsPerLane;
+    constexpr int kParts = Shape::kParts, kTPart = Shape::kTPart, kTPitch = Shape::kTPitch, kChunks = Shape::kChunks;
     extern __shared__ __align__(16) float smem[];
-    float4* const reflectors = reinterpret_cast<float4*>(smem + Shape::kReflectors);   // [k]: -tau scale, scale, beta, tau
-    float* const unscales = smem + Shape::kUnscales;                        // [k]: what a column's R is multiplied with on the way out
-    uint64_t* const published = reinterpret_cast<uint64_t*>(smem + Shape::kBarriers);  // slot and reflector k are written: one arrival
+    uint8_t* slot = reinterpret_cast<uint8_t*>(smem);
+    uint64_t* const v_ready = reinterpret_cast<uint64_t*>(slot + Shape::kBarriers), *const t_ready = v_ready + Q;   // one arrival each
+    int* const empty = reinterpret_cast<int*>(slot + Shape::kEmpty);        // [panel]: its reflectors are all the identity
     const long matrix = blockIdx.x;
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);         // uniform, and known to be
-    const int lane = threadIdx.x % 32, g = lane / 4, j = lane % 4, first = 16 * warp, m = p.n - p.col;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, first = 16 * warp, m = p.n - p.col, steps = Q - warp;
+    const int low3 = lane & 7, bit3 = lane >> 3 & 1, bit4 = lane >> 4;      // the row of 16 bytes that a lane names for ldmatrix
 
-    for (int k = threadIdx.x; k < N; k += blockDim.x) barrier_init(published + k, 1);
+    if (threadIdx.x < 2 * Q) barrier_init(v_ready + threadIdx.x, 1);
     __syncthreads();
+    if (first >= m) return;
 
-    // Rows on the way in: row-major in the place of the warp's own slots. Row r's piece i of four columns is piece i ^ (r / 4) and, of every
-    // 32 rows, in the second half odd rows and even ones are swapped: lanes that read a column meet in no bank.
-    float* const stage = smem + first * N;
-    const auto staged = [&](int row, int piece) { return stage + 16 * (row ^ (row / 16 & 1)) + 4 * ((piece ^ row / 4) & 3); };
+    // Entry (b, e) is column g + 8 (e / 2) of the warp's and row 8 b + 2 t + e % 2, of a quarter warp's eight neighbouring columns each.
+    const bool has_column[2] = {first + g < m, first + g + 8 < m};
+    float acc[2 * Q][4], unscale[2];
     {
-        const float* const src = p.src + (matrix * p.n + p.col) * p.n + p.col + first;
-        if (p.n % 4 == 0) {
-#pragma unroll 1
-            for (int row = lane / 4, piece = lane % 4; row < N; row += 8)
-                if (row < m && first + 4 * piece < m) copy_async_16(staged(row, piece), src + static_cast<long>(row) * p.n + 4 * piece);
-                else *reinterpret_cast<float4*>(staged(row, piece)) = make_float4(0, 0, 0, 0);
-        } else {
-#pragma unroll 1
-            for (int row = lane / 16, c = lane % 16; row < N; row += 2)
-                if (row < m && first + c < m) copy_async_4(staged(row, c / 4) + c % 4, src + static_cast<long>(row) * p.n + c);
-                else staged(row, c / 4)[c % 4] = 0;
+        const float* src = p.src + (matrix * p.n + p.col + 2 * t) * p.n + p.col + first + g;
+#pragma unroll
+        for (int b = 0; b < 2 * Q; ++b, src += 8 * p.n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) acc[b][e] = 8 * b + 2 * t + e % 2 < m && has_column[e / 2] ? src[e % 2 * p.n + e / 2 * 8] : 0.0f;
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            float largest = 0, scale;
+#pragma unroll
+            for (int b = 0; b < 2 * Q; ++b) largest = fmaxf(largest, fmaxf(fabsf(acc[b][2 * c]), fabsf(acc[b][2 * c + 1])));
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+            scale_for(largest, scale, unscale[c]);
+#pragma unroll
+            for (int b = 0; b < 2 * Q; ++b) { acc[b][2 * c] *= scale; acc[b][2 * c + 1] *= scale; }
         }
-        copy_async_commit();
-        copy_async_wait<0>();
-        __syncwarp();
-    }
-    float a[R][4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-        const float *const even = staged(4 * g, c) + j, *const odd = staged(4 * g + 1, c) + j, *const last = staged(2 * g, c) + j;
-#pragma unroll
-        for (int q = 0; q < Shape::kChunks; ++q)
-#pragma unroll
-            for (int e = 0; e < Shape::rows_of(q); ++e) {
-                const float* const from = Shape::rows_of(q) == 4 ? (e % 2 ? odd : even) + 16 * (32 * q + e / 2 * 2) : last + 16 * (32 * q + e);
-                a[4 * q + e][c] = *from;
-            }
-    }
-    __syncwarp();                                                           // slots take the stage's place
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-        float largest = 0, scale, unscale;
-#pragma unroll
-        for (int r = 0; r < R; ++r) largest = fmaxf(largest, fabsf(a[r][c]));
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 4));
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 8));
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
-        scale_for(largest, scale, unscale);
-        if (g == 0) unscales[first + 4 * c + j] = unscale;
-#pragma unroll
-        for (int r = 0; r < R; ++r) a[r][c] *= scale;
     }
 
-    float v[R] = {};                                                        // the lane's rows of the step's vector
-    static_for<Shape::kChunks>([&](auto index) {
-        constexpr int Q0 = index, E = Shape::rows_of(Q0);                   // row k is among these 32 rows; below them everything is tail
-        const auto load = [&](const float* slot) {
-#pragma unroll
-            for (int q = Q0; q < Shape::kChunks; ++q)
-                if (Shape::rows_of(q) == 4) {
-                    const float4 x = *reinterpret_cast<const float4*>(slot + 32 * q + 4 * g);
-                    v[4 * q] = x.x; v[4 * q + 1] = x.y; v[4 * q + 2] = x.z; v[4 * q + 3] = x.w;
-                } else {
-                    const float2 x = *reinterpret_cast<const float2*>(slot + 32 * q + 2 * g);
-                    v[4 * q] = x.x; v[4 * q + 1] = x.y;
-                }
-        };
+    float* dst = p.dst + (matrix * p.n + p.col + 2 * t) * p.n + p.col + first + g;
 #pragma unroll 1
-        for (int k = 32 * Q0; k < min(32 * Q0 + 32, first); ++k) {          // reflectors of the warps before
-            barrier_wait(published + k, 0);
-            const float2 h = *reinterpret_cast<const float2*>(reflectors + k);
-            load(smem + k * N);
-            float sums[4] = {};
+    for (int q = 0; q < warp; ++q) {                                        // the panels before; step i is theirs, counted from their diagonal
+        const int pitch = Shape::pitch(q), part = Shape::part(q);
+        uint32_t y[kParts][4] = {};
+        barrier_wait(v_ready + q, 0);
+        if (!empty[q]) {                                                    // not even 0 times an infinity
+            WholeSums w;
+            const uint8_t* at = slot + (low3 + 8 * bit4) * pitch + 16 * bit3;
+            static_for<kChunks>([&](auto chunk) {
+                if (q + 4 * chunk < Q)
 #pragma unroll
-            for (int r = 4 * Q0; r < R; ++r)
+                    for (int i = 4 * chunk; i < min(4 * chunk + 4, Q); ++i) {
+                        uint32_t a[kParts][4], b[kParts][4];
+                        pack_step(acc[2 * i], acc[2 * i + 1], a);
 #pragma unroll
-                for (int c = 0; c < 4; ++c) sums[c] = fmaf(v[r], a[r][c], sums[c]);
-            const float sum = whole_sum_scatter(sums), mine = h.x == 0 ? 0.0f : h.x * (h.y * sum);   // not even 0 times an infinity
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                const float f = __shfl_sync(0xffffffffu, mine, 8 * c + j);
-#pragma unroll
-                for (int r = 4 * Q0; r < R; ++r) a[r][c] = fmaf(f, v[r], a[r][c]);
-            }
-        }
-        if (warp / 2 != Q0) return;
-
-        float f[4] = {};                                                    // of the reflector before, not applied yet: a += v f
-#pragma unroll 1
-        for (int i = 0; i < min(16, m - first); ++i) {                      // the warp's own
-            const int k = first + i, set = i / 4;                           // sets before are finished
-            float* const slot = smem + k * N;
-            const int below = k - 32 * Q0 - E * g;                          // entry e of these rows is below the diagonal if e > below
-            const auto update = [&](auto c) {
-#pragma unroll
-                for (int r = 4 * Q0; r < R; ++r) a[r][c] = fmaf(f[c], v[r], a[r][c]);
-            };
-            static_for<4>([&](auto c) {                                     // column k first
-                if (set != c) return;
-                if (4 * c + j < i) f[c] = 0;
-                update(c);
-                if (j == i % 4)
-#pragma unroll
-                    for (int q = Q0; q < Shape::kChunks; ++q)
-                        if (Shape::rows_of(q) == 4)
-                            *reinterpret_cast<float4*>(slot + 32 * q + 4 * g) = make_float4(a[4 * q][c], a[4 * q + 1][c], a[4 * q + 2][c], a[4 * q + 3][c]);
-                        else
-                            *reinterpret_cast<float2*>(slot + 32 * q + 2 * g) = make_float2(a[4 * q][c], a[4 * q + 1][c]);
+                        for (int k = 0; k < kParts; ++k) load_matrices<false>(b[k], at + k * part + 32 * i);
+                        w.add(a, b);
+                    }
             });
-            static_for<3>([&](auto c) { if (set <= c) update(std::integral_constant<int, c + 1>{}); });
-            __syncwarp();
-            load(slot);
-            const float alpha = slot[k];
+            uint32_t a[kParts][4], b[kParts][4];
+            float x[2][4];
+            const auto pack = [&](float sign) {
 #pragma unroll
-            for (int e = 0; e < E; ++e) v[4 * Q0 + e] = e > below ? v[4 * Q0 + e] : 0.0f;
-            float s[4] = {}, sums[4] = {}, at_row[4];
+                for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int r = 4 * Q0; r < R; ++r) s[r % 4] = fmaf(v[r], v[r], s[r % 4]);
-            const float square = whole_sum((s[0] + s[1]) + (s[2] + s[3]));
+                    for (int e = 0; e < 4; ++e) x[h][e] = sign * w.total(h, e);
+                pack_step(x[0], x[1], a);
+            };
+            pack(-1.0f);
+            barrier_wait(t_ready + q, 0);
 #pragma unroll
-            for (int r = 4 * Q0; r < R; ++r)                                // finished sets too: these pass during the square's shuffles,
+            for (int k = 0; k < kParts; ++k) load_matrices<true>(b[k], slot + kParts * part + k * kTPart + (low3 + 8 * bit3) * kTPitch + 16 * bit4);
+            w = {};
+            w.add(a, b);
+            pack(1.0f);
 #pragma unroll
-                for (int c = 0; c < 4; ++c) sums[c] = fmaf(v[r], a[r][c], sums[c]);   // and a branch would end that
-            const float mine = whole_sum_scatter(sums);
+            for (int k = 0; k < kParts; ++k)
 #pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                sums[c] = __shfl_sync(0xffffffffu, mine, 8 * c + j);        // tail . column
-                at_row[c] = k & 1 ? a[4 * Q0 + 1][c] : a[4 * Q0][c];
-                if constexpr (E == 4) at_row[c] = k & 2 ? k & 1 ? a[4 * Q0 + 3][c] : a[4 * Q0 + 2][c] : at_row[c];
-                at_row[c] = __shfl_sync(0xffffffffu, at_row[c], 4 * ((k - 32 * Q0) / E) + j);
-            }
-
-            Reflector h = larfg(alpha, square);
-            float pivot = alpha - h.beta, factor = -h.tau * h.scale;
-            if (__any_sync(0xffffffffu, !(square > 1e-30f))) {              // underflow, or nothing there: look closer (all lanes agree)
-                constexpr float kUp = 18446744073709551616.0f;              // 2^64
-                float up_square[1] = {};
-#pragma unroll 1
-                for (int row = k + 1 + lane; row < N; row += 32) up_square[0] = fmaf(slot[row] * kUp, slot[row] * kUp, up_square[0]);
-                warp_sum(up_square);
-                if (up_square[0] == 0) {                                       // nothing below: LAPACK leaves the column alone
-                    h = {alpha, 0, 0};
-                    pivot = factor = 0;
-#pragma unroll
-                    for (int c = 0; c < 4; ++c) sums[c] = at_row[c] = 0;    // not even 0 times an infinity
-                } else if (fabsf(alpha) < 1e-15f) {
-                    h = larfg(alpha * kUp, up_square[0]);
-                    h.beta *= 1 / kUp;
-                    h.scale *= kUp;
-                    pivot = alpha - h.beta;
-                    factor = -h.tau * h.scale;
-                }
-            }
-#pragma unroll
-            for (int c = 0; c < 4; ++c) f[c] = factor * fmaf(h.scale, sums[c], at_row[c]);
-#pragma unroll
-            for (int e = 0; e < E; ++e) v[4 * Q0 + e] = e == below ? pivot : v[4 * Q0 + e];
-            __syncwarp();                                                   // all lanes have read these rows
-            if (j == 0) {
-                if constexpr (E == 4) *reinterpret_cast<float4*>(slot + 32 * Q0 + 4 * g) = make_float4(v[4 * Q0], v[4 * Q0 + 1], v[4 * Q0 + 2], v[4 * Q0 + 3]);
-                else *reinterpret_cast<float2*>(slot + 32 * Q0 + 2 * g) = make_float2(v[4 * Q0], v[4 * Q0 + 1]);
-            }
-            if (lane == 0) reflectors[k] = make_float4(factor, h.scale, h.beta, h.tau);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(published + k);
+                for (int e = 0; e < 4; ++e) y[k][e] = a[k][e];
         }
-    });
-
-#pragma unroll 1
-    for (int column = first + j; column < min(first + 16, m); column += 4) {
-        const float4 h = reflectors[column];
-        const float unscale = unscales[column];
-        float* dst = p.dst + (matrix * p.n + p.col) * p.n + p.col + column;
-        static_for<Shape::kChunks>([&](auto chunk) {
-            constexpr int q = chunk, E = Shape::rows_of(q);
+        float top[2][4];
+        const uint8_t* at = slot + (low3 + 8 * bit3) * pitch + 16 * bit4;
+        static_for<kChunks>([&](auto chunk) {
+            if (q + 4 * chunk < Q) {
 #pragma unroll
-            for (int e = 0; e < E; ++e) {
-                const int row = 32 * q + E * g + e;
-                const float x = (row == column ? h.z : a[4 * q + e][0]) * (row > column ? h.y : unscale);
-                if (q < Shape::kChunks - 1 || row < m) dst[static_cast<long>(row) * p.n] = x;
+                for (int i = 4 * chunk; i < min(4 * chunk + 4, Q); ++i) {
+                    uint32_t b[kParts][4];
+#pragma unroll
+                    for (int k = 0; k < kParts; ++k) load_matrices<true>(b[k], at + k * part + 32 * i);
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        float (&to)[4] = i ? acc[2 * i - 2 + h] : top[h];
+                        bool moved = false;
+                        whole_products<kParts>([&](int j, int k) {
+                            multiply_bf16(to, y[j], b[k][2 * h], b[k][2 * h + 1], moved ? to : acc[2 * i + h]);
+                            moved = true;
+                        });
+                    }
+                }
             }
         });
-        if (g == 0) p.tau[matrix * p.n + p.col + column] = h.w;
+        static_for<kChunks>([&](auto chunk) {                               // the step that was to come from a chunk left out, and the last
+            constexpr int b = 2 * (4 * chunk + 4 < Q ? 4 * chunk + 4 : Q) - 2;
 #pragma unroll
-        for (int c = 0; c < 3; ++c) {                                       // the next column, in the same registers: less code
+            for (int e = 0; e < 8; ++e) acc[b + e / 4][e % 4] = b + 2 < 2 * Q && q + b / 2 + 1 < Q ? acc[b + e / 4][e % 4] : 0.0f;
+        });
 #pragma unroll
-            for (int r = 0; r < R; ++r) a[r][c] = a[r][c + 1];
+        for (int e = 0; e < 8; ++e)
+            if (has_column[e % 4 / 2]) dst[(e / 4 * 8 + e % 2) * p.n + e % 4 / 2 * 8] = top[e / 4][e % 4] * unscale[e % 4 / 2];
+        dst += 16 * p.n;
+        slot += Shape::slot(q);
+    }
+
+    const int pitch = Shape::pitch(warp), part = Shape::part(warp);
+    const bool last = first + 16 >= m;
+    uint8_t* const trans = slot + (low3 + 8 * bit3) * pitch + 16 * bit4;
+    uint8_t* const mine = slot + g * pitch + 4 * t;                         // column g, rows 2 t and 2 t + 1
+    // The panel in float32, by columns, goes to the scratch before anything else: the small matrices want the registers.
+    float* const scratch = reinterpret_cast<float*>(slot + Shape::slot(warp));
+    const int float_pitch = pitch / 2;
+    float* const small = scratch + 16 * float_pitch;
+    constexpr int kS = Shape::kScratchPitch;
+    const auto dump = [&](auto b) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+            *reinterpret_cast<float2*>(scratch + (g + 8 * c) * float_pitch + 8 * b + 2 * t) = make_float2(acc[b][2 * c], acc[b][2 * c + 1]);
+    };
+    bool good = false;
+    int identities = 0;                                                     // bit k: column k's reflector is the identity
+    uint32_t inverse[kParts][4];                                            // U^-T
+    if (!last) {
+        float high[2][4] = {}, mid[2][4] = {}, high_mid[2][4] = {}, high_low[2][4] = {};
+        static_for<kChunks>([&](auto chunk) {
+            if (4 * chunk < steps)
+                static_for<4>([&](auto step) {
+                    constexpr int i = 4 * chunk + step;
+                    uint32_t a[3][4] = {};
+                    if constexpr (i < Q) {
+                        dump(std::integral_constant<int, 2 * i>{});
+                        dump(std::integral_constant<int, 2 * i + 1>{});
+                        pack_step(acc[2 * i], acc[2 * i + 1], a);
+                    }
+#pragma unroll
+                    for (int k = 0; k < kParts; ++k)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) *reinterpret_cast<uint32_t*>(mine + k * part + e % 2 * 8 * pitch + e / 2 * 16 + 32 * i) = a[k][e];
+                    if (i < Q)
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
+                            multiply_bf16(high_low[h], a[0], a[2][h], a[2][h + 2], high_low[h]);
+                            multiply_bf16(mid[h], a[1], a[1][h], a[1][h + 2], mid[h]);
+                            multiply_bf16(high_mid[h], a[0], a[1][h], a[1][h + 2], high_mid[h]);
+                            multiply_bf16(high[h], a[0], a[0][h], a[0][h + 2], high[h]);
+                        }
+                });
+        });
+        float* const transposed = small + 16 * kS, *const p_top = transposed + 16 * kS;
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int i = g + e / 2 * 8, j = 8 * h + 2 * t + e % 2;
+                const float x = high_low[h][e] + high_mid[h][e];
+                small[i * kS + j] = high[h][e] + (x + mid[h][e]);
+                transposed[j * kS + i] = x;
+                p_top[j * kS + i] = acc[h][e];
+            }
+        __syncwarp();
+        const int own = lane % 16;
+        float G[16], P[16];
+#pragma unroll
+        for (int j = 0; j < 16; j += 4) {
+            float x[4];
+            load_four(G + j, small + own * kS + j);
+            load_four(x, transposed + own * kS + j);
+            load_four(P + j, p_top + own * kS + j);
+#pragma unroll
+            for (int c = 0; c < 4; ++c) G[j + c] += x[c];
+        }
+        const float norm = sqrtf(small[own * (kS + 1)] + transposed[own * (kS + 1)]);
+        __syncwarp();
+        if (bit4)
+#pragma unroll
+            for (int j = 0; j < 16; ++j) P[j] = own == j;
+        float square = __shfl_sync(0xffffffffu, G[0], 0), alpha = __shfl_sync(0xffffffffu, P[0], 0), minus_inv_beta = 0;
+        good = fmaf(-alpha, alpha, square) > kTailFloor * square;
+        if (good) {
+            // What decides a step's length is known to all lanes before the step: the next pivots come from this step's row and column, not by way
+            // of the lane that has them. Rows go round through shared memory, four entries at a time: shuffles, one by one, wait for each other.
+            const auto publish = [&](auto k) {                              // row k of G and P
+                if (lane == k)
+#pragma unroll
+                    for (int j = (k + 1) / 4 * 4; j < 16; j += 4) {
+                        *reinterpret_cast<float4*>(transposed + k % 2 * 32 + j) = make_float4(G[j], G[j + 1], G[j + 2], G[j + 3]);
+                        *reinterpret_cast<float4*>(transposed + k % 2 * 32 + 16 + j) = make_float4(P[j], P[j + 1], P[j + 2], P[j + 3]);
+                    }
+                __syncwarp();
+            };
+            publish(std::integral_constant<int, 0>{});
+            static_for<16>([&](auto k) {
+                constexpr int n = k < 15 ? k + 1 : 15;
+                int row = own;
+                asm volatile("" : "+r"(row));                               // or all comparisons are made at the start, and packed into bits
+                const float next_g = __shfl_sync(0xffffffffu, G[n], n), next_p = __shfl_sync(0xffffffffu, P[n], n), below = __shfl_sync(0xffffffffu, P[k], n);
+                float r[16], u[16];
+#pragma unroll
+                for (int j = (k + 1) / 4 * 4; j < 16; j += 4) {
+                    load_four(r + j, transposed + k % 2 * 32 + j);
+                    load_four(u + j, transposed + k % 2 * 32 + 16 + j);
+                }
+                const GramStep h = gram_step(square, alpha, good);
+                const float inv_square = h.minus_inv_beta * h.minus_inv_beta;
+                const float f = row > k ? G[k] * inv_square : 0.0f;         // rows up to k stay as they are
+                P[k] *= h.inv;
+#pragma unroll
+                for (int j = k + 1; j < 16; ++j) {
+                    u[j] = fmaf(h.minus_inv_beta, r[j], u[j]);
+                    if (j == k + 1) {
+                        square = fmaf(-(r[j] * inv_square), r[j], next_g);
+                        alpha = fmaf(-(below * h.inv), u[j], next_p);
+                    }
+                    G[j] = fmaf(-f, r[j], G[j]);
+                    P[j] = fmaf(-P[k], u[j], P[j]);
+                }
+                minus_inv_beta = row == k ? h.minus_inv_beta : minus_inv_beta;
+                if (k < 15) publish(std::integral_constant<int, n>{});
+            });
+            float growth = 0;
+#pragma unroll
+            for (int j = 0; j < 16; ++j) growth = fmaxf(growth, fabsf(P[j]));
+            good = !__any_sync(0xffffffffu, !(good & (!bit4 | (growth * norm < kGrowthLimit))));
+#pragma unroll
+            for (int j = 0; j < 16; ++j) P[j] = bit4 || j < own ? P[j] : -minus_inv_beta * G[j];
+#pragma unroll
+            for (int j = 0; j < 16; j += 4) *reinterpret_cast<float4*>(small + lane * kS + j) = make_float4(P[j], P[j + 1], P[j + 2], P[j + 3]);
+            __syncwarp();
+            float x[2][4];                                                  // rows: V's columns; as an operand B's, but of A
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[h][e] = small[(16 + 8 * h + 2 * t + e % 2) * kS + g + e / 2 * 8];
+            pack_step(x[0], x[1], inverse);
         }
     }
+
+    bool nothing = false;                                                   // below the diagonal
+    if (!good) {
+        uint32_t below = 0;
+        if (last) {
+            static_for<2 * Q>([&](auto b) { if (b < 2 * steps) dump(b); });
+            __syncwarp();
+        }
+#pragma unroll 1
+        for (int row = lane; row < 16 * steps; row += 32)
+#pragma unroll
+            for (int c = 0; c < 16; ++c) below |= row > c ? __float_as_uint(scratch[c * float_pitch + row]) : 0;
+        nothing = !__any_sync(0xffffffffu, (below & 0x7fffffffu) != 0);
+        if (nothing) {
+            identities = 0xffff;
+        } else if (steps == 1) {                                            // rows are few: lane c has column c, row k + r is x[r]
+            const int own = lane % 16;
+            float* const column = scratch + own * float_pitch;
+            float x[16];
+#pragma unroll
+            for (int r = 0; r < 16; r += 4) load_four(x + r, column + r);
+#pragma unroll 1
+            for (int k = 0; k < min(16, m - first); ++k) {
+                float v[16], squares[4] = {}, sums[4] = {};
+                float* const shown = scratch + 16 * float_pitch + k % 2 * 16;   // column k: after all, two by turns
+                if (lane == k)
+#pragma unroll
+                    for (int r = 0; r < 16; r += 4) *reinterpret_cast<float4*>(shown + r) = make_float4(x[r], x[r + 1], x[r + 2], x[r + 3]);
+                __syncwarp();
+#pragma unroll
+                for (int r = 0; r < 16; r += 4) load_four(v + r, shown + r);
+#pragma unroll
+                for (int r = 1; r < 16; ++r) {
+                    squares[r % 4] = fmaf(v[r], v[r], squares[r % 4]);
+                    sums[r % 4] = fmaf(v[r], x[r], sums[r % 4]);
+                }
+                Reflector h;
+                float pivot, factor;
+                const bool some = whole_reflector(v[0], (squares[0] + squares[1]) + (squares[2] + squares[3]), h, pivot, factor, [&](float scale) {
+                    float square = 0;
+#pragma unroll
+                    for (int r = 1; r < 16; ++r) square = fmaf(v[r] * scale, v[r] * scale, square);
+                    return square;
+                });
+                identities |= !some << k;
+                const float f = own > k && some ? factor * fmaf(h.scale, (sums[0] + sums[1]) + (sums[2] + sums[3]), x[0]) : 0.0f;
+                if (!bit4) column[k] = own == k ? h.beta : fmaf(f, pivot, x[0]);
+                const float by = own == k ? h.scale : f;                    // column k becomes v, which later steps store
+#pragma unroll
+                for (int r = 1; r < 16; ++r) x[r - 1] = fmaf(by, v[r], own == k ? 0.0f : x[r]);
+                x[15] = 0;
+            }
+            __syncwarp();
+        } else {
+            constexpr int R = (Q + 1) / 2;
+            float x[R][16];
+#pragma unroll
+            for (int i = 0; i < R; ++i)
+#pragma unroll
+                for (int c = 0; c < 16; ++c) {
+                    x[i][c] = scratch[c * float_pitch + lane + 32 * i];
+                    x[i][c] = 2 * i + bit4 < steps ? x[i][c] : 0.0f;
+                }
+#pragma unroll 1
+            for (int k = 0; k < min(16, m - first); ++k) {                  // column k + c is x[.][c]
+                float v[R], sums[16] = {};                                  // tail . column
+#pragma unroll
+                for (int i = 0; i < R; ++i) {
+                    v[i] = i || lane > k ? x[i][0] : 0.0f;
+                    if (2 * i < steps)
+#pragma unroll
+                        for (int c = 0; c < 16; ++c) sums[c] = fmaf(v[i], c ? x[i][c] : v[i], sums[c]);
+                }
+                warp_sum(sums);
+                Reflector h;
+                float pivot, factor;
+                const bool some = whole_reflector(__shfl_sync(0xffffffffu, x[0][0], k), sums[0], h, pivot, factor, [&](float scale) {
+                    float square[1] = {};
+#pragma unroll
+                    for (int i = 0; i < R; ++i) square[0] = fmaf(v[i] * scale, v[i] * scale, square[0]);
+                    warp_sum(square);
+                    return square[0];
+                });
+                identities |= !some << k;
+#pragma unroll
+                for (int i = 0; i < R; ++i)
+                    if (lane + 32 * i < 16 * steps)
+                        scratch[k * float_pitch + lane + 32 * i] = i || lane > k ? v[i] * h.scale : lane == k ? h.beta : x[0][0];
+                v[0] = lane == k ? pivot : v[0];
+#pragma unroll
+                for (int c = 1; c < 16; ++c) {
+                    const float at_row = __shfl_sync(0xffffffffu, x[0][c], k);
+                    sums[c] = some ? factor * fmaf(h.scale, sums[c], at_row) : 0.0f;   // not even 0 times an infinity
+                }
+#pragma unroll
+                for (int i = 0; i < R; ++i)
+                    if (2 * i < steps)
+#pragma unroll
+                        for (int c = 1; c < 16; ++c) x[i][c - 1] = fmaf(sums[c], v[i], x[i][c]);
+            }
+            __syncwarp();
+        }
+    }
+
+    // H and V, and V's parts where P's were.
+    float squares[2] = {};
+    WholeSums w;                                                            // V^T V
+#pragma unroll 1
+    for (int chunk = 0; 4 * chunk < steps; ++chunk) {
+        float v[8][4];
+        if (good) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                uint32_t b[kParts][4];
+#pragma unroll
+                for (int k = 0; k < kParts; ++k) load_matrices<true>(b[k], trans + k * part + 128 * chunk + 32 * i);
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float (&to)[4] = v[2 * i + h];
+                    to[0] = to[1] = to[2] = to[3] = 0;
+                    whole_products<kParts>([&](int j, int k) { multiply_bf16(to, inverse[j], b[k][2 * h], b[k][2 * h + 1], to); });
+                }
+            }
+            if (chunk == 0)
+#pragma unroll
+                for (int e = 0; e < 8; ++e) v[e / 4][e % 4] = small[(e / 4 * 8 + 2 * t + e % 2) * kS + g + e % 4 / 2 * 8];
+        } else {
+#pragma unroll
+            for (int b = 0; b < 8; ++b)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float2 x = make_float2(0, 0);
+                    if (8 * chunk + b < 2 * steps) x = *reinterpret_cast<const float2*>(scratch + (g + 8 * c) * float_pitch + 64 * chunk + 8 * b + 2 * t);
+                    v[b][2 * c] = x.x; v[b][2 * c + 1] = x.y;
+                }
+        }
+        __syncwarp();                                                       // P's parts have been read
+#pragma unroll
+        for (int b = 0; b < 8; ++b, dst += 8 * p.n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int row = 64 * chunk + 8 * b + 2 * t + e % 2, column = g + e / 2 * 8;
+                float h = v[b][e];
+                if (b < 2) {
+                    h *= row <= column ? unscale[e / 2] : 1.0f;
+                    v[b][e] = row > column ? v[b][e] : row == column;
+                }
+                if (first + row < m && has_column[e / 2]) dst[e % 2 * p.n + e / 2 * 8] = h;
+                squares[e / 2] = fmaf(v[b][e], v[b][e], squares[e / 2]);
+            }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            uint32_t a[kParts][4], b[kParts][4];
+            pack_step(v[2 * i], v[2 * i + 1], a);
+#pragma unroll
+            for (int k = 0; k < kParts; ++k)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    *reinterpret_cast<uint32_t*>(mine + k * part + e % 2 * 8 * pitch + e / 2 * 16 + 128 * chunk + 32 * i) = a[k][e];
+                    b[k][e] = a[k][e / 2 + e % 2 * 2];
+                }
+            w.add(a, b);
+        }
+    }
+    if (lane == 0) empty[warp] = nothing;
+    __syncwarp();
+    if (lane == 0) barrier_arrive(v_ready + warp);
+
+    float* const t_inverse = scratch;                                       // striu(V^T V), and in column 16 tau
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+        squares[c] += __shfl_xor_sync(0xffffffffu, squares[c], 1);
+        squares[c] += __shfl_xor_sync(0xffffffffu, squares[c], 2);
+        const float tau = identities >> (g + 8 * c) & 1 ? 0.0f : 2.0f * rcp_newton(squares[c]);
+        if (t == 0) {
+            if (has_column[c]) p.tau[matrix * p.n + p.col + first + g + 8 * c] = tau;
+            t_inverse[(g + 8 * c) * kS + 16] = tau;
+        }
+    }
+    if (last || nothing) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+            *reinterpret_cast<float2*>(t_inverse + (g + 8 * c) * kS + 8 * h + 2 * t) = make_float2(w.total(h, 2 * c), w.total(h, 2 * c + 1));
+    __syncwarp();
+    float row[16];                                                          // of T: T (striu(V^T V) + diag(1 / tau)) = I
+#pragma unroll
+    for (int j = 0; j < 16; ++j) row[j] = lane % 16 == j;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+        row[j] *= t_inverse[j * kS + 16];
+#pragma unroll
+        for (int k = j / 4 * 4; k < 16; k += 4) {
+            float x[4];
+            load_four(x, t_inverse + j * kS + k);
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                if (k + c > j) row[k + c] = fmaf(-row[j], x[c], row[k + c]);
+        }
+    }
+    uint32_t packed[8][kParts];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) split_parts(row[2 * j], row[2 * j + 1], packed[j]);
+    if (!bit4)
+#pragma unroll
+        for (int k = 0; k < kParts; ++k)
+#pragma unroll
+            for (int j = 0; j < 8; j += 4)
+                *reinterpret_cast<uint4*>(slot + kParts * part + k * kTPart + lane * kTPitch + 4 * j)
+                    = make_uint4(packed[j][k], packed[j + 1][k], packed[j + 2][k], packed[j + 3][k]);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(t_ready + warp);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1353,8 +1756,8 @@ template <typename One> __device__ __forceinline__ void products_of_parts(const 
     one(std::false_type{}, a, b);
 }
 
-struct MmaSync {
-    Fragment sums[2];
+template <int kSums> struct MmaSync {
+    Fragment sums[kSums];
     static constexpr bool kAsync = false, kStaged = false;
     __device__ __forceinline__ static int row_of_warp() { return threadIdx.x / 32 * 16; }
     __device__ MmaSync(uint64_t*, uint32_t*) {}
@@ -1369,8 +1772,8 @@ struct MmaSync {
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                      : "+f"(c[0].x), "+f"(c[0].y), "+f"(c[1].x), "+f"(c[1].y) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
-    template <Form kForm> __device__ __forceinline__ void one(const uint8_t* a, const uint8_t* b) {
-        Fragment& sum = sums[0];
+    template <Form kForm, int kSum = 0> __device__ __forceinline__ void one(const uint8_t* a, const uint8_t* b) {
+        Fragment& sum = sums[kSum];
         const int lane = threadIdx.x % 32, low3 = lane & 7, bit3 = lane >> 3 & 1, bit4 = lane >> 4, m0 = threadIdx.x / 32 % 4 * 16;
 #pragma unroll
         for (int k0 = 0; k0 < 64; k0 += 16) {
@@ -1402,11 +1805,11 @@ struct MmaSync {
         reset(sums[0]);
         products_of_parts(a, b, [&](auto, const uint8_t* a_part, const uint8_t* b_part) { one<kForm>(a_part, b_part); });
     }
-    template <Form kForm> __device__ __forceinline__ void start_pairs(const uint8_t* a, const uint8_t* b, bool clear) {
-        if (clear) reset(sums[0]);
-        one<kForm>(a + kTileBytes, b);
-        one<kForm>(a, b + kTileBytes);
-        one<kForm>(a, b);
+    template <Form kForm, int kSum = 0> __device__ __forceinline__ void start_pairs(const uint8_t* a, const uint8_t* b, bool clear) {
+        if (clear) reset(sums[kSum]);
+        one<kForm, kSum>(a + kTileBytes, b);
+        one<kForm, kSum>(a, b + kTileBytes);
+        one<kForm, kSum>(a, b);
     }
     template <Form kForm, int kFirst, int kCount> __device__ __forceinline__ void start_registers(const Operand& a, const uint8_t* b, uint8_t*, bool clear) {
 #pragma unroll
@@ -1447,9 +1850,9 @@ template <typename T> __device__ __forceinline__ const T& tile_at(const uint8_t*
 #endif
 
 #if defined(KITTENS_HOPPER)
-struct Wgmma {
+template <int kSums> struct Wgmma {
     using Sum = kittens::rt_fl<16, 64>;
-    Sum sums[2];
+    Sum sums[kSums];
     static constexpr bool kAsync = true, kStaged = false;
     __device__ __forceinline__ static int row_of_warp() { return threadIdx.x / 32 * 16; }
     __device__ Wgmma(uint64_t*, uint32_t*) {}
@@ -1465,11 +1868,11 @@ struct Wgmma {
         hold(sum);
         fence();
     }
-    template <Form kForm, bool kClear> __device__ __forceinline__ void one(const uint8_t* a, const uint8_t* b) {
+    template <Form kForm, bool kClear, int kSum = 0> __device__ __forceinline__ void one(const uint8_t* a, const uint8_t* b) {
         using T = Tile<64>;
         using Group = kittens::warpgroup;
         const T &A = tile_at<T>(a), &B = tile_at<T>(b);
-        Sum& sum = sums[0];
+        Sum& sum = sums[kSum];
         if constexpr (kForm == Form::kAtB) Group::template mma_AtB<Sum, T, T, 0, !kClear>(sum, A, B);
         else if constexpr (kForm == Form::kAB) Group::template mma_AB<Sum, T, T, 0, !kClear>(sum, A, B);
         else Group::template mma_ABt<Sum, T, T, 0, !kClear>(sum, A, B);
@@ -1485,11 +1888,11 @@ struct Wgmma {
         begin(sums[0], true);
         products_of_parts(a, b, [&](auto clear, const uint8_t* a_part, const uint8_t* b_part) { one<kForm, clear.value>(a_part, b_part); });
     }
-    template <Form kForm> __device__ __forceinline__ void start_pairs(const uint8_t* a, const uint8_t* b, bool clear) {
-        begin(sums[0], clear);
-        one<kForm, false>(a + kTileBytes, b);
-        one<kForm, false>(a, b + kTileBytes);
-        one<kForm, false>(a, b);
+    template <Form kForm, int kSum = 0> __device__ __forceinline__ void start_pairs(const uint8_t* a, const uint8_t* b, bool clear) {
+        begin(sums[kSum], clear);
+        one<kForm, false, kSum>(a + kTileBytes, b);
+        one<kForm, false, kSum>(a, b + kTileBytes);
+        one<kForm, false, kSum>(a, b);
     }
     template <Form kForm, int kFirst, int kCount> __device__ __forceinline__ void start_registers(const Operand& a, const uint8_t* b, uint8_t*, bool clear) {
         using A = kittens::rt_bf<16, 64>;
@@ -1539,15 +1942,15 @@ struct Wgmma {
 #endif
 
 #if defined(KITTENS_BLACKWELL)
-// The accumulators live in tensor memory: 256 columns a block. Two warpgroups share 64 columns for their 64 rows each; a block's product
+// The accumulators live in tensor memory: 256 columns a block, or all 512 for three sums. Two warpgroups share 64 columns for their 64 rows each; a block's product
 // has the place of the first two's, for they never run at once. The first thread of the block or of the warpgroup issues; a commit arrives
 // on the barrier that the others wait for.
-struct Tcgen05 {
+template <int kSums> struct Tcgen05 {
     using Sum = kittens::tt<float, 128, 64>;
     using GroupSum = kittens::tt<float, 64, 64>;
-    kittens::tensor_allocator<2, 1, false> memory;
+    kittens::tensor_allocator<kSums <= 2 ? 2 : 1, 1, false> memory;
     Sum sum;
-    GroupSum group_sums[2];                                                 // lanes 0-15 or 16-31 of every quarter
+    GroupSum group_sums[kSums];                                                 // lanes 0-15 or 16-31 of every quarter
     kittens::semaphore* done;                                               // [0]: the block's products; [1 + g]: warpgroup g's
     int products = 0, group_products = 0;                                   // waited for
     bool stage_is_read = false;                                             // by a product that was not waited for
@@ -1563,7 +1966,7 @@ struct Tcgen05 {
         memory.set_addr(*slot);
         sum = memory.template allocate<Sum>(0);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) group_sums[i] = memory.template allocate<GroupSum>(threadIdx.x / 128 % 2, 128 * i + threadIdx.x / 256 * 64);
+        for (int i = 0; i < kSums; ++i) group_sums[i] = memory.template allocate<GroupSum>(threadIdx.x / 128 % 2, 128 * i + threadIdx.x / 256 * 64);
     }
     template <int kALow, int kBLow> __device__ __forceinline__ void start(const uint8_t* a, const uint8_t* b) {
         if (threadIdx.x == 0) {
@@ -1589,10 +1992,10 @@ struct Tcgen05 {
             products_of_parts(a, b, [&](auto clear, const uint8_t* a_part, const uint8_t* b_part) { one_group<kForm, clear.value>(group_sums[0], a_part, b_part); });
         }
     }
-    template <Form kForm> __device__ __forceinline__ void start_pairs(const uint8_t* a, const uint8_t* b, bool clear) {
+    template <Form kForm, int kSum = 0> __device__ __forceinline__ void start_pairs(const uint8_t* a, const uint8_t* b, bool clear) {
         if (threadIdx.x % 128 == 0) {
             asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
-            pairs<kForm>(group_sums[0], a, b, clear);
+            pairs<kForm>(group_sums[kSum], a, b, clear);
         }
     }
     template <Form kForm, int kFirst, int kCount> __device__ __forceinline__ void start_registers(const Operand& a, const uint8_t* b, uint8_t* stage, bool clear) {
@@ -1668,7 +2071,6 @@ struct Tcgen05 {
 //
 // Decomposition: the blocks of a cluster, 256 threads each, rows dealt in slabs of 128; every block runs the small recurrence
 // for itself. Rows are read twice, once for G and once for V.
-constexpr float kGrowthLimit = 6.0f, kTailFloor = 1e-3f;
 constexpr int kThreads = 256, kPitch = 68, kGramMatrixBytes = 4 * 64 * kPitch;   // 64 x 64 float32 matrices, rows 16-byte aligned
 struct GramShared {                                                         // byte offsets; 64 x 64 matrices, then small things
     static constexpr int kMatrix = kGramMatrixBytes;
@@ -1685,25 +2087,6 @@ struct GramShared {                                                         // b
     static_assert(kMatrix % 1024 == 0, "swizzled tiles start on 1024 bytes");
     static_assert(2 * kTripleBytes <= 3 * kMatrix && 2 * kPairBytes <= 2 * kMatrix && kPairBytes <= kMatrix && kDiagonal + 4 * 4 * 64 <= kR);
 };
-__device__ __forceinline__ float rcp_newton(float x) {
-    float q;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(q) : "f"(x));
-    return fmaf(q, fmaf(-x, q, 1.0f), q);
-}
-// One step of the recurrence: from the pivot of G and the diagonal entry of P_top, both as they are by then. What passes the guards is
-// far from subnormal.
-struct GramStep { float minus_inv_beta, pivot, inv; };
-__device__ __forceinline__ GramStep gram_step(float square, float alpha, bool& good) {
-    good &= (square > 1e-28f) & (square < 1e30f) & (fmaf(-alpha, alpha, square) > kTailFloor * square);
-    float rs;
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(rs) : "f"(square));
-    rs = fmaf(0.5f * rs, fmaf(-square * rs, rs, 1.0f), rs);
-    GramStep h;
-    h.minus_inv_beta = copysignf(rs, alpha);
-    h.pivot = fmaf(h.minus_inv_beta, square, alpha);                        // alpha - beta
-    h.inv = rcp_newton(h.pivot);
-    return h;
-}
 // R, V_top, U^-1 and T from G and P_top, four columns at a time. A thread keeps the 4 x 4 tiles (tile_row, tile_column) of both in registers.
 // Step s, blocks i below s and j right of it:
 //   G_ss = R_ss^T R_ss (with signs), P_ss - R_ss = V_ss U_ss      by every thread of the first two warps, for itself
@@ -2244,19 +2627,18 @@ __global__ void __launch_bounds__(kThreads, kBlocks) panel_kernel(const PanelUpd
 // larfb: C -= V T^T (V^T C) on the trailing columns, V of one panel or of a pair
 // ---------------------------------------------------------------------------------------------------------------------
 // A unit is 64 columns of C, all rows, and belongs to a warpgroup, which works on it alone; the warpgroups of a block
-// share V and T in shared memory. The roles of rows and columns are swapped, so that C passes from memory through registers
-// into the products' left operand and back, and never through shared memory:
+// share V and T in shared memory. The roles of rows and columns are swapped, so that C is the products' left operand, from registers:
 //   1. W^T = C^T V     tile after tile of 64 rows, C split in registers
 //   2. Y^T = W^T T     W^T becomes the left operand where it lies
-//   3. C^T -= Y^T V^T  tiles in reverse order: the last ones are still in L2. Each thread meets the entries of C it had in 1.
-// A pair's T is never formed: with S = V1^T V2, Y1^T = W1^T T1 and Y2^T = (W2^T - Y1^T S) T2. The block makes S from V's tiles
-// before its first unit (step 0, tiles in reverse order).
+//   3. C^T -= Y^T V^T  tiles in reverse order: the last two are still in shared memory, those before in L2
+// A pair's T is never formed: with S = V1^T V2, Y1^T = W1^T T1 and Y2^T = (W2^T - Y1^T S) T2. The block makes S in its first round, while V's
+// tiles are there anyway, each warpgroup from its share of them.
 // A thread's columns: two neighbours, 16 w + 2 (l / 4) of its warp w and lane l, as the products' rows l / 4 and l / 4 + 8. Its rows of a tile:
-// 16 s + 2 (l % 4) + 0, 1, 8, 9.
-// Steps 1 and 3 take two tiles at a time, so that one's product runs while the other is split or subtracted.
-// Rows are dealt to a cluster's blocks, whose partial W^T meet in shared memory (each block adds up its share in rank
+// 16 s + 2 (l % 4) + 0, 1, 8, 9. C comes asynchronously, a warp's 16 columns of a tile at a time, into two boxes that each warp has to itself,
+// always a tile ahead; it goes back from registers.
+// Rows are dealt to a cluster's blocks, whose partial W^T meet in shared memory, in the boxes' place (each block adds up its share in rank
 // order and gives it to all). A block keeps `slots` tiles of V; with more rows than that the slots (two at least, or all) are refilled on the way.
-// Shared memory: V (slots pairs of each panel), T of each panel, S, per warpgroup 16 KiB for the meeting, barriers.
+// Shared memory: barriers, V (slots pairs of each panel), T of each panel, S, two boxes for each warp, for some products 16 KiB for each warpgroup.
 struct LarfbArgs {
     const float* src;
     float* dst;
@@ -2264,194 +2646,185 @@ struct LarfbArgs {
     const uint8_t* t[2];
     int n, col, row_blocks, units, chunks, slots, ranks;      // chunks: clusters of `ranks` blocks that share a matrix's units
 };
-constexpr int kLarfbGroups = 2, kLarfbThreads = 128 * kLarfbGroups, kLarfbSlots = 8;   // warpgroups of a block; at most: tiles of V in its shared memory
-// staged: 16 KiB for each warpgroup, that clusters meet in and that some products need.
-constexpr int larfb_shared_bytes(int panels, int slots, bool staged) {
-    return 1024 + (slots * panels + 2 * panels - 1 + (staged ? kLarfbGroups : 0)) * kPairBytes;
+constexpr int kLarfbGroups = 2, kLarfbSlots = 8;              // at most: warpgroups of a block, tiles of V in its shared memory
+constexpr int larfb_shared_bytes(int panels, int slots, int groups, bool staged) {
+    return 1024 + (slots * panels + 2 * panels - 1 + groups * (staged ? 3 : 2)) * kPairBytes;
 }
 
-template <class Product, int kPanels, bool kEven>
-__global__ void __launch_bounds__(kLarfbThreads, 1) larfb_kernel(const LarfbArgs p) {
+// kBoxes: tensor map `map` loads C (batch x n x n, of boxes of 64 rows x 16 columns); otherwise n may be anything.
+template <class Product, int kPanels, bool kBoxes>
+__global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __grid_constant__ CUtensorMap map, const LarfbArgs p) {
     extern __shared__ __align__(1024) uint8_t shared[];
     constexpr int kSlotBytes = kPanels * kPairBytes;
-    const int tid = threadIdx.x, lane = tid % 32, warp = __shfl_sync(0xffffffffu, tid / 32, 0), group = warp / 4, in_group = tid % 128;
+    const int tid = threadIdx.x, lane = tid % 32, warp = __shfl_sync(0xffffffffu, tid / 32, 0), group = warp / 4, in_group = tid % 128, groups = blockDim.x / 128;
     const int ranks = p.ranks, rank = blockIdx.x % ranks;                    // known to be uniform, unlike the special registers
-    uint64_t* const full = reinterpret_cast<uint64_t*>(shared);             // slot s has been loaded
-    uint64_t* const t_full = full + kLarfbSlots;
-    uint64_t* const met = t_full + 1 + 2 * group;                           // one arrival from each rank
-    uint64_t* const done = t_full + 1 + 2 * kLarfbGroups;
-    int* const readers = reinterpret_cast<int*>(done + 6);                  // of slot s: warps that have read it
+    // Addresses in shared memory are made where they are used: `fresh` hides from the compiler that it could keep (and spill) them.
+    int nothing = 0;
+    const auto fresh = [&] { asm volatile("" : "+r"(nothing)); };
+    const auto bars = [&](int i) { return reinterpret_cast<uint64_t*>(shared + nothing) + i; };
+    const auto full = [&](int slot) { return bars(slot); };                 // slot has been loaded
+    const auto t_full = [&] { return bars(kLarfbSlots); };
+    const auto met = [&](int i) { return bars(kLarfbSlots + 1 + 2 * group + i); };   // one arrival from each rank
+    const auto loaded = [&](int i) { return bars(kLarfbSlots + 1 + 2 * kLarfbGroups + 2 * warp + i); };   // the warp's boxes
+    uint64_t* const done = reinterpret_cast<uint64_t*>(shared) + kLarfbSlots + 1 + 10 * kLarfbGroups;
+    const auto readers = [&](int slot) { return reinterpret_cast<int*>(bars(kLarfbSlots + 1 + 10 * kLarfbGroups + 6)) + slot; };   // warps that have read it
     Product product(done, reinterpret_cast<uint32_t*>(done + 5));
-    uint8_t* const slots = shared + 1024;
-    uint8_t* const sT = slots + p.slots * kSlotBytes;                       // T1, T2, S
-    uint8_t* const sS = sT + kPanels * kPairBytes;
-    uint8_t* const stage = sT + (2 * kPanels - 1 + group) * kPairBytes;
+    const auto slot_at = [&](int slot) { return shared + nothing + 1024 + slot * kSlotBytes; };
+    const auto sT = [&](int i) { return slot_at(p.slots) + i * kPairBytes; };           // T1, T2, S
+    const auto meeting = [&] { return sT(2 * kPanels - 1 + 2 * group); };   // the warpgroup's boxes: 0 of its four warps, 1 of them
+    const auto box_at = [&](int t) { return meeting() + t % 2 * kPairBytes + warp % 4 * kBoxBytes; };
+    const auto stage = [&] { return sT(2 * kPanels - 1 + 2 * groups + group); };
     const int chunk = blockIdx.x / ranks % p.chunks, unit1 = static_cast<long>(p.units) * (chunk + 1) / p.chunks;
-    const long matrix = blockIdx.x / ranks / p.chunks;
+    const int matrix = blockIdx.x / ranks / p.chunks;
     const int tile0 = static_cast<long>(p.row_blocks) * rank / ranks, tiles = static_cast<long>(p.row_blocks) * (rank + 1) / ranks - tile0;
     const int row0 = p.col + 64 * tile0, rows = min(64 * tiles, p.n - row0);
-    const bool refills = (p.row_blocks + ranks - 1) / ranks > p.slots;      // on some rank: the cluster goes together
+    const bool refills = tiles > p.slots;
 
     if (tid == 0) {
-        for (int s = 0; s < p.slots; ++s) { barrier_init(full + s, kPanels * kPairArrivals); readers[s] = 0; }
-        barrier_init(t_full, kPanels * kPairArrivals);
-        for (int i = 0; i < 2 * kLarfbGroups; ++i) barrier_init(t_full + 1 + i, ranks);
+        for (int s = 0; s < p.slots; ++s) { barrier_init(full(s), kPanels * kPairArrivals); *readers(s) = 0; }
+        barrier_init(t_full(), kPanels * kPairArrivals);
+        for (int i = 0; i < 2 * kLarfbGroups; ++i) barrier_init(met(i), ranks);                 // of all: warp 0 says so
+        for (int i = 0; i < 8 * groups; ++i) barrier_init(loaded(i), kBoxes ? 1 : 32);
         fence_async_proxy();
     }
     if (ranks > 1) cluster_sync();
     else __syncthreads();
     const auto load_tile = [&](int slot, int t) {                           // a warp's
-        uint8_t* const to = slots + slot * kSlotBytes;
-        load_pair(to, p.v_tiles[0] + (matrix * p.row_blocks + tile0 + t) * kPairBytes, full + slot);
+        uint8_t* const to = slot_at(slot);
+        long first = matrix;
+        asm volatile("" : "+l"(first));                                     // addresses made here, not kept from the start (and spilled)
+        load_pair(to, p.v_tiles[0] + (first * p.row_blocks + tile0 + t) * kPairBytes, full(slot));
         if (kPanels == 2) {
             if (tile0 + t > 0) {
-                load_pair(to + kPairBytes, p.v_tiles[1] + (matrix * (p.row_blocks - 1) + tile0 + t - 1) * kPairBytes, full + slot);
+                load_pair(to + kPairBytes, p.v_tiles[1] + (first * (p.row_blocks - 1) + tile0 + t - 1) * kPairBytes, full(slot));
             } else {                                                        // V2 is zero above its panel
                 for (int at = 16 * lane; at < kPairBytes; at += 512) *reinterpret_cast<uint4*>(to + kPairBytes + at) = make_uint4(0, 0, 0, 0);
                 fence_async_proxy();
                 __syncwarp();
-                if (lane < kPairArrivals) barrier_arrive(full + slot);
+                if (lane < kPairArrivals) barrier_arrive(full(slot));
             }
         }
     };
     if (warp == 0) {
-        const int lowest = kPanels == 2 ? max(0, tiles - p.slots) : 0;      // step 0 begins with the last tiles
-        for (int t = lowest; t < min(tiles, lowest + p.slots); ++t) load_tile(t % p.slots, t);
+        for (int t = 0; t < min(tiles, p.slots); ++t) load_tile(t, t);
 #pragma unroll
-        for (int i = 0; i < kPanels; ++i) load_pair(sT + i * kPairBytes, p.t[i] + matrix * kPairBytes, t_full);
+        for (int i = 0; i < kPanels; ++i) load_pair(sT(i), p.t[i] + static_cast<long>(matrix) * kPairBytes, t_full());
     }
-
+    const auto column_of = [&](int u) { return p.col + kPanels * kPanelWidth + 64 * u + warp % 4 * 16; };   // the warp's first one of unit u
+    const auto load_box = [&](int u, int t) {                               // tile t's; a warp's
+        const int column = column_of(u), row = row0 + 64 * t;
+        if constexpr (kBoxes) load_box_async(box_at(t), map, column, row, matrix, loaded(t % 2));
+        else load_box_plain(box_at(t), p.src, p.n, column, row, matrix, loaded(t % 2));
+    };
     int unit = static_cast<long>(p.units) * chunk / p.chunks + group;
-    int left = 0;                                                           // rows of C from the thread's first one to the end
-    bool pair = true;                                                       // the thread's second column is still C's
-    int origin = 0;                                                         // the thread's first entry from its tile's first row on
-    auto place = [&](int u) {
-        const int column = p.col + kPanels * kPanelWidth + 64 * u + warp % 4 * 16 + lane / 4 * 2;
-        origin = lane % 4 * 2 * p.n + column;
-        left = u < unit1 && column < p.n ? rows - lane % 4 * 2 : 0;
-        if (!kEven) pair = column + 1 < p.n;
-    };
-    float2 c[2][4][4];                                                      // [tile of a pair][s][row 0, 1, 8, 9]
-    const auto row_of = [](int s, int j) { return 16 * s + j % 2 + j / 2 * 8; };
-    const long tile_stride = 64l * p.n, first_tile = (matrix * p.n + row0) * p.n;
-    // Rows of one s of tile t. Addresses are a uniform pointer and the thread's 32-bit offset, or they would be spilled.
-    auto fetch = [&](int t, int s, float2 (&x)[4]) {
-        const float* const tile = p.src + (first_tile + t * tile_stride);
-        const int more = left - 64 * t;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float* const at = tile + static_cast<long>(row_of(s, j)) * p.n + origin;
-            x[j] = make_float2(0, 0);
-            if (row_of(s, j) < more) {
-                if (kEven) x[j] = *reinterpret_cast<const float2*>(at);
-                else { x[j].x = at[0]; if (pair) x[j].y = at[1]; }
-            }
-        }
-    };
-    auto fetch_tile = [&](int t, float2 (&x)[4][4]) {
-#pragma unroll
-        for (int s = 0; s < 4; ++s) fetch(t, s, x[s]);
-    };
+    if (unit < unit1)
+        for (int t = 0; t < min(tiles, 2); ++t) load_box(unit, t);
+
     const auto after = [&](int slot) { return slot + 1 < p.slots ? slot + 1 : 0; };
-    uint32_t full_parity = 0;
+    const auto before = [&](int slot) { return slot ? slot - 1 : p.slots - 1; };
+    uint32_t full_parity = 0, loaded_parity = 0;
     auto wait_for = [&](int slot) {
-        barrier_wait(full + slot, full_parity >> slot & 1);
+        barrier_wait(full(slot), full_parity >> slot & 1);
         full_parity ^= 1u << slot;
+    };
+    auto wait_for_box = [&](int t) {
+        barrier_wait(loaded(t % 2), loaded_parity >> t % 2 & 1);
+        loaded_parity ^= 1u << t % 2;
     };
     // The warp has read a slot. The last warp to say so refills it: nobody waits.
     auto release = [&](int slot, int next) {
-        int before = 0;
+        int count = 0;
         __syncwarp();
-        if (lane == 0) before = count_block(readers + slot);
-        if (__shfl_sync(0xffffffffu, before, 0) == 4 * kLarfbGroups - 1) {
-            if (lane == 0) readers[slot] = 0;                               // seen by the next readers with the tile
+        if (lane == 0) count = count_block(readers(slot));
+        if (__shfl_sync(0xffffffffu, count, 0) == 4 * groups - 1) {
+            if (lane == 0) *readers(slot) = 0;                               // seen by the next readers with the tile
             load_tile(slot, next);
         }
     };
+    const int in_box = box_offset(lane % 4 * 2, lane / 4 * 2);
+    const auto row_of = [](int j) { return j % 2 + j / 2 * 8; };            // the thread's rows 0, 1, 8, 9 of 16
+    const auto in_tile = [&](int t, int s, int j) { return *reinterpret_cast<const float2*>(box_at(t) + in_box + 64 * (16 * s + row_of(j))); };
     int meetings = 0;
-    // f, summed over the ranks in their order: two read each other's; more than two add up a share each and give it to all
-    auto meet = [&](Fragment& f) {
-        float4* const sum = reinterpret_cast<float4*>(stage);
-        const int parity = meetings & 1;
-        if (ranks == 2 && meetings) barrier_wait_cluster(met + 1, parity ^ 1);   // what was there has been read
-        ++meetings;
+    // The partial sums f[0], f[1], summed over the ranks in their order: two read each other's; more than two add up a share each and give it to
+    // all. The boxes are free again once `leave` has returned.
+    auto meet = [&](Fragment (&f)[kPanels]) {
+        float4* const sum = reinterpret_cast<float4*>(meeting());
+        group_sync(group);                                                  // every warp has read its boxes
 #pragma unroll
-        for (int b = 0; b < 8; ++b) sum[128 * b + in_group] = make_float4(f.v[b][0].x, f.v[b][0].y, f.v[b][1].x, f.v[b][1].y);
+        for (int i = 0; i < kPanels; ++i)
+#pragma unroll
+            for (int b = 0; b < 8; ++b) sum[1024 * i + 128 * b + in_group] = make_float4(f[i].v[b][0].x, f[i].v[b][0].y, f[i].v[b][1].x, f[i].v[b][1].y);
         group_sync(group);
-        if (in_group < ranks) barrier_arrive_in(met, in_group);
-        barrier_wait_cluster(met, parity);
+        if (in_group < ranks) barrier_arrive_in(met(0), in_group);
+        barrier_wait_cluster(met(0), meetings & 1);
+        const float4* from = sum;
         if (ranks == 2) {
-            const float4* const theirs = in_rank(sum, rank ^ 1);
-#pragma unroll
-            for (int b = 0; b < 8; ++b) {
-                const float4 x = theirs[128 * b + in_group];
-                f.v[b][0] = make_float2(f.v[b][0].x + x.x, f.v[b][0].y + x.y);   // the same sum in both
-                f.v[b][1] = make_float2(f.v[b][1].x + x.z, f.v[b][1].y + x.w);
+            from = in_rank(sum, rank ^ 1);
+        } else {
+            for (int e = 1024 * kPanels * rank / ranks + in_group; e < 1024 * kPanels * (rank + 1) / ranks; e += 128) {
+                float4 total = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+                for (int q = 0; q < ranks; ++q) {
+                    const float4 x = in_rank(sum, q)[e];
+                    total = make_float4(total.x + x.x, total.y + x.y, total.z + x.z, total.w + x.w);
+                }
+#pragma unroll 1
+                for (int q = 0; q < ranks; ++q) in_rank(sum, q)[e] = total;
             }
             group_sync(group);
-            if (in_group < ranks) barrier_arrive_in(met + 1, in_group);
-            return;
+            if (in_group < ranks) barrier_arrive_in(met(1), in_group);
+            barrier_wait_cluster(met(1), meetings & 1);
         }
-        for (int e = 1024 * rank / ranks + in_group; e < 1024 * (rank + 1) / ranks; e += 128) {
-            float4 total = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-            for (int q = 0; q < ranks; ++q) {
-                const float4 x = in_rank(sum, q)[e];
-                total = make_float4(total.x + x.x, total.y + x.y, total.z + x.z, total.w + x.w);
-            }
-            for (int q = 0; q < ranks; ++q) in_rank(sum, q)[e] = total;
-        }
-        group_sync(group);
-        if (in_group < ranks) barrier_arrive_in(met + 1, in_group);
-        barrier_wait_cluster(met + 1, parity);
 #pragma unroll
-        for (int b = 0; b < 8; ++b) {
-            const float4 x = sum[128 * b + in_group];
-            f.v[b][0] = make_float2(x.x, x.y);
-            f.v[b][1] = make_float2(x.z, x.w);
-        }
+        for (int i = 0; i < kPanels; ++i)
+#pragma unroll
+            for (int b = 0; b < 8; ++b) {
+                const float4 x = from[1024 * i + 128 * b + in_group];
+                float2(&v)[2] = f[i].v[b];
+                if (ranks == 2) {                                           // the same sum in both
+                    v[0] = make_float2(v[0].x + x.x, v[0].y + x.y);
+                    v[1] = make_float2(v[1].x + x.z, v[1].y + x.w);
+                } else {
+                    v[0] = make_float2(x.x, x.y);
+                    v[1] = make_float2(x.z, x.w);
+                }
+            }
+        group_sync(group);
+        if (ranks == 2 && in_group < 2) barrier_arrive_in(met(1), in_group);
+    };
+    auto leave = [&] {
+        if (ranks == 2) barrier_wait_cluster(met(1), meetings & 1);        // the other has read
+        ++meetings;
+        fence_async_proxy();
         group_sync(group);
     };
 
-    // 0. -S = -V1^T V2: each warpgroup its share of the tiles, then summed over them and over the ranks
-    if constexpr (kPanels == 2) {
+    // -S in two parts, from the warpgroups' sums, added up over them and over the ranks
+    [[maybe_unused]] const auto make_s = [&] {
         Fragment f;
-        bool clear = true;
-#pragma unroll 1
-        for (int t = tiles - 1, slot = t % p.slots; t >= 0; --t, slot = slot ? slot - 1 : p.slots - 1) {
-            wait_for(slot);
-            if (t % kLarfbGroups == group) {
-                product.template start_pairs<Form::kAtB>(slots + slot * kSlotBytes, slots + slot * kSlotBytes + kPairBytes, clear);
-                product.finish_group();
-                clear = false;
-            }
-            if (t >= p.slots) release(slot, t - p.slots);
-        }
-        float4* const sum = reinterpret_cast<float4*>(sS);
-        for (int g = 0; g < kLarfbGroups; ++g) {
-            if (g == group) {
-                if (!clear) product.read_group(f);
+        if (group < tiles) product.template read_group<kPanels>(f);
+        else f = {};
+        float4* const sum = reinterpret_cast<float4*>(sT(2));
+        for (int g = 0; g < groups; ++g) {
+            if (g == group)
 #pragma unroll
                 for (int b = 0; b < 8; ++b) {
-                    float4 total = g ? sum[128 * b + in_group] : make_float4(0, 0, 0, 0);
-                    if (!clear) total = make_float4(total.x + f.v[b][0].x, total.y + f.v[b][0].y, total.z + f.v[b][1].x, total.w + f.v[b][1].y);
-                    sum[128 * b + in_group] = total;
+                    const float4 old = g ? sum[128 * b + in_group] : make_float4(0, 0, 0, 0);
+                    sum[128 * b + in_group] = make_float4(old.x - f.v[b][0].x, old.y - f.v[b][0].y, old.z - f.v[b][1].x, old.w - f.v[b][1].y);
                 }
-            }
             __syncthreads();
         }
         if (ranks > 1) cluster_sync();
         if (group == 0) {
+            f = {};
+#pragma unroll 1
+            for (int q = 0; q < ranks; ++q)
 #pragma unroll
-            for (int b = 0; b < 8; ++b) {
-                float4 total = make_float4(0, 0, 0, 0);
-                for (int q = 0; q < ranks; ++q) {
+                for (int b = 0; b < 8; ++b) {
                     const float4 x = in_rank(sum, q)[128 * b + in_group];
-                    total = make_float4(total.x + x.x, total.y + x.y, total.z + x.z, total.w + x.w);
+                    f.v[b][0] = make_float2(f.v[b][0].x + x.x, f.v[b][0].y + x.y);
+                    f.v[b][1] = make_float2(f.v[b][1].x + x.z, f.v[b][1].y + x.w);
                 }
-                f.v[b][0] = make_float2(total.x, total.y);
-                f.v[b][1] = make_float2(total.z, total.w);
-            }
         }
         if (ranks > 1) cluster_sync();
         else __syncthreads();
@@ -2461,116 +2834,132 @@ __global__ void __launch_bounds__(kLarfbThreads, 1) larfb_kernel(const LarfbArgs
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     uint32_t high, low;
-                    split_bf16(-f.v[b][half].x, -f.v[b][half].y, high, low);
-                    uint8_t* const to = sS + tile_offset(warp * 16 + lane / 4 + 8 * half, 8 * b + lane % 4 * 2);
+                    split_bf16(f.v[b][half].x, f.v[b][half].y, high, low);
+                    uint8_t* const to = sT(2) + tile_offset(warp * 16 + lane / 4 + 8 * half, 8 * b + lane % 4 * 2);
                     *reinterpret_cast<uint32_t*>(to) = high;
                     *reinterpret_cast<uint32_t*>(to + kTileBytes) = low;
                 }
             fence_async_proxy();
         }
         __syncthreads();
-    }
+    };
+
     const int first_unit = unit - group;
-    place(unit);
-    fetch_tile(0, c[0]);
-    fetch_tile(1, c[1]);
 #pragma unroll 1
-    for (; unit - group < unit1; unit += kLarfbGroups) {
-        if (unit >= unit1 && !refills) break;                               // with refills every warp takes part to the end
+    for (; unit - group < unit1; unit += groups) {
         const bool first = unit - group == first_unit;
+        const auto wait_forward = [&](int t, int slot) { if (first || t >= p.slots) wait_for(slot); };
+        const auto wait_backward = [&](int t, int slot) { if (t < tiles - p.slots) wait_for(slot); };
+        if (unit >= unit1) {                                                // nothing left for this warpgroup, but the others need refills
+            if (refills) {
+                for (int t = 0, slot = 0; t < tiles; ++t, slot = after(slot)) {
+                    wait_forward(t, slot);
+                    if (t + p.slots < tiles) release(slot, t + p.slots);
+                }
+                for (int t = tiles - 1, slot = t % p.slots; t >= 0; --t, slot = before(slot)) {
+                    wait_backward(t, slot);
+                    if (t >= p.slots) release(slot, t - p.slots);
+                }
+            }
+            continue;
+        }
         Operand a[2];
-        Fragment f;
         // 1. W^T = C^T V
 #pragma unroll 1
-        for (int t = 0, slot = 0; t < tiles; t += 2) {
-            const int slot2 = t + 1 < tiles ? after(slot) : slot;           // without a second tile: once more the first one's V, and zeros for C
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-#pragma unroll
-                for (int s = 0; s < 4; ++s) {
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        split_bf16(c[h][s][2 * e].x, c[h][s][2 * e + 1].x, a[h].high[s][2 * e], a[h].low[s][2 * e]);
-                        split_bf16(c[h][s][2 * e].y, c[h][s][2 * e + 1].y, a[h].high[s][2 * e + 1], a[h].low[s][2 * e + 1]);
-                    }
-                    if (t + 2 < tiles) fetch(t + 2 + h, s, c[h][s]);        // the last pair's C stays for step 3
-                }
-                if (t + h < tiles && ((kPanels == 1 && first) || t + h >= p.slots)) wait_for(h ? slot2 : slot);
-                product.template start_registers<Form::kAB, 0, kPanels>(a[h], slots + (h ? slot2 : slot) * kSlotBytes, stage, h == 0 && t == 0);
-            }
-            product.finish_group();
-            if (t + p.slots < tiles) release(slot, t + p.slots);
-            if (t + 1 + p.slots < tiles) release(slot2, t + 1 + p.slots);
-            slot = after(slot2);
-        }
-        product.read_group(f);
-        if (ranks > 1) meet(f);
-        // 2. Y^T = W^T T
-        split(a[0], f);
-        uint8_t* t1 = sT;
-        asm volatile("" : "+l"(t1));                                        // or operands' descriptors are made before the loop, and spilled
-        if (first) barrier_wait(t_full, 0);
-        product.template start_registers<Form::kAB, 0, 1>(a[0], t1, stage, true);
-        product.finish_group();
-        product.read_group(f);
-        split(a[0], f);
-        if constexpr (kPanels == 2) {
-            if (rank == 0) {                                                // once for all ranks' parts of W2
-                product.template start_registers<Form::kAB, 1, 1>(a[0], t1 + 2 * kPairBytes, stage, false);
-                product.finish_group();
-            }
-            product.template read_group<1>(f);
-            if (ranks > 1) meet(f);
-            split(a[1], f);
-            product.template start_registers<Form::kAB, 1, 1>(a[1], t1 + kPairBytes, stage, true);
-            product.finish_group();
-            product.template read_group<1>(f);
-            split(a[1], f);
-        }
-        // 3. C^T -= Y^T V^T, the second tile of a pair first; the other's product goes on while it is subtracted
-        auto subtract = [&](int t, const float2 (&x)[4][4]) {
-            float* const tile = p.dst + (first_tile + t * tile_stride);
-            const int more = left - 64 * t;
+        for (int t = 0, slot = 0; t < tiles; ++t, slot = after(slot)) {
+            fresh();
+            wait_for_box(t);
 #pragma unroll
             for (int s = 0; s < 4; ++s)
 #pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const float2 x = in_tile(t, s, 2 * e), y = in_tile(t, s, 2 * e + 1);
+                    split_bf16(x.x, y.x, a[0].high[s][2 * e], a[0].low[s][2 * e]);
+                    split_bf16(x.y, y.y, a[0].high[s][2 * e + 1], a[0].low[s][2 * e + 1]);
+                }
+            __syncwarp();
+            if (t + 2 < tiles) load_box(unit, t + 2);                       // the last two stay for step 3
+            wait_forward(t, slot);
+            product.template start_registers<Form::kAB, 0, kPanels>(a[0], slot_at(slot), stage(), t == 0);
+            if constexpr (kPanels == 2)
+                if (first && t % groups == group) product.template start_pairs<Form::kAtB, kPanels>(slot_at(slot), slot_at(slot) + kPairBytes, t == group);
+            product.finish_group();
+            if (t + p.slots < tiles) release(slot, t + p.slots);
+        }
+        Fragment f[kPanels];
+        if constexpr (kPanels == 2)
+            if (first) make_s();
+        product.read_group(f[0]);
+        if constexpr (kPanels == 2) product.template read_group<1>(f[1]);
+        if (ranks > 1) meet(f);
+        // 2. Y^T = W^T T
+        fresh();
+        if (first) barrier_wait(t_full(), 0);
+        split(a[0], f[0]);
+        product.template start_registers<Form::kAB, 0, 1>(a[0], sT(0), stage(), true);
+        product.finish_group();
+        product.read_group(f[0]);
+        split(a[0], f[0]);
+        if constexpr (kPanels == 2) {
+            product.template start_registers<Form::kAB, 0, 1>(a[0], sT(2), stage(), true);
+            product.finish_group();
+            product.read_group(f[0]);
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                float2 &w = f[1].v[i / 2][i % 2], y = f[0].v[i / 2][i % 2];
+                w = make_float2(w.x + y.x, w.y + y.y);
+            }
+            split(a[1], f[1]);
+            product.template start_registers<Form::kAB, 0, 1>(a[1], sT(1), stage(), true);
+            product.finish_group();
+            product.read_group(f[0]);
+            split(a[1], f[0]);
+        }
+        if (ranks > 1) {
+            leave();
+#pragma unroll 1
+            for (int t = max(0, tiles - 2); t < tiles; ++t) load_box(unit, t);
+        }
+        // 3. C^T -= Y^T V^T
+        const int column = column_of(unit) + lane / 4 * 2;
+        const bool pair = kBoxes || column + 1 < p.n;                       // the thread's second column is still C's
+        const int left = column < p.n ? rows - lane % 4 * 2 : 0;            // rows of C from the thread's first one to the end
+        float* const dst = p.dst + ((static_cast<long>(matrix) * p.n + row0 + lane % 4 * 2) * p.n + column);
+#pragma unroll 1
+        for (int t = tiles - 1, slot = t % p.slots; t >= 0; --t, slot = before(slot)) {
+            fresh();
+            wait_backward(t, slot);
+            product.template start_registers<Form::kABt, 0, 1>(a[0], slot_at(slot), stage(), true);
+            if constexpr (kPanels == 2) product.template start_registers<Form::kABt, 0, 1>(a[1], slot_at(slot) + kPairBytes, stage(), false);
+            if (ranks > 1 || t < tiles - 2) wait_for_box(t);
+            float2 c[4][4];
+#pragma unroll
+            for (int s = 0; s < 4; ++s)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) c[s][j] = in_tile(t, s, j);
+            __syncwarp();
+            if (t >= 2) load_box(unit, t - 2);
+            else if (unit + groups < unit1) load_box(unit + groups, t);
+            product.finish_group();
+            product.read_group(f[0]);
+            if (t >= p.slots) release(slot, t - p.slots);
+            int n = p.n, more = left - 64 * t;
+            asm volatile("" : "+r"(n));                                     // its multiples are made here, as above
+            float* row0_at = dst + 64l * t * n;
+#pragma unroll
+            for (int s = 0; s < 4; ++s, row0_at += 16 * n, more -= 16)
+#pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    const float2 *const y = f.v[2 * s + j / 2], z = j % 2 ? make_float2(y[0].y, y[1].y) : make_float2(y[0].x, y[1].x);
-                    float* const at = tile + static_cast<long>(row_of(s, j)) * p.n + origin;
-                    if (row_of(s, j) < more) {
-                        if (kEven) __stcs(reinterpret_cast<float2*>(at), make_float2(x[s][j].x - z.x, x[s][j].y - z.y));   // C to come has the better claim to L2
-                        else { at[0] = x[s][j].x - z.x; if (pair) at[1] = x[s][j].y - z.y; }
+                    const float2 *const y = f[0].v[2 * s + j / 2], x = c[s][j];
+                    const float2 z = j % 2 ? make_float2(x.x - y[0].y, x.y - y[1].y) : make_float2(x.x - y[0].x, x.y - y[1].x);
+                    float* const at = row0_at + row_of(j) * n;
+                    if (row_of(j) < more) {
+                        if (kBoxes) __stcs(reinterpret_cast<float2*>(at), z);   // C to come has the better claim to L2
+                        else { at[0] = z.x; if (pair) at[1] = z.y; }
                     }
                 }
-        };
-        const int last = (tiles - 1) / 2 * 2;
-#pragma unroll 1
-        for (int t = last, slot = last % p.slots; t >= 0; t -= 2) {
-            const int slot2 = t + 1 < tiles ? after(slot) : slot;
-            if (t + 1 < tiles - p.slots) wait_for(slot2);
-            if (t < tiles - p.slots) wait_for(slot);
-            uint8_t *const v2 = slots + slot2 * kSlotBytes, *const v = slots + slot * kSlotBytes;
-            product.template start_registers<Form::kABt, 0, 1>(a[0], v2, stage, true);
-            if constexpr (kPanels == 2) product.template start_registers<Form::kABt, 0, 1>(a[1], v2 + kPairBytes, stage, false);
-            product.template start_registers<Form::kABt, 1, 1>(a[0], v, stage, true);
-            if constexpr (kPanels == 2) product.template start_registers<Form::kABt, 1, 1>(a[1], v + kPairBytes, stage, false);
-            product.template finish_group<3 * kPanels>();
-            product.read_group(f);
-            subtract(t + 1, c[1]);
-            if (t) fetch_tile(t - 1, c[1]);
-            product.finish_group();
-            product.template read_group<1>(f);
-            if (t + 1 >= p.slots && t + 1 < tiles) release(slot2, t + 1 - p.slots);
-            if (t >= p.slots) release(slot, t - p.slots);
-            subtract(t, c[0]);
-            if (t) fetch_tile(t - 2, c[0]);
-            slot = slot > 1 ? slot - 2 : slot + p.slots - 2;
         }
-        place(unit + kLarfbGroups);
-        fetch_tile(0, c[0]);
-        fetch_tile(1, c[1]);
     }
-    if (ranks == 2 && meetings) barrier_wait_cluster(met + 1, (meetings & 1) ^ 1);   // nobody reads from a block that is gone
     product.close();
 }
 
@@ -2580,13 +2969,13 @@ __global__ void __launch_bounds__(kLarfbThreads, 1) larfb_kernel(const LarfbArgs
 // Everything goes to the default queue, in order. Errors come back as a text that names the kernel; nothing is printed.
 // A build is of one backend: less to compile.
 #if defined(KITTENS_HOPPER)
-using Products = Wgmma;
+template <int kSums> using Products = Wgmma<kSums>;
 #elif defined(KITTENS_BLACKWELL)
-using Products = Tcgen05;
+template <int kSums> using Products = Tcgen05<kSums>;
 #else
-using Products = MmaSync;
+template <int kSums> using Products = MmaSync<kSums>;
 #endif
-constexpr int kStepInts = 10;
+constexpr int kStepInts = 11;
 enum StepKind { kWhole = 0, kPanel = 1, kClusterPanel = 2, kTallPanel = 3 };
 
 namespace {
@@ -2629,6 +3018,24 @@ struct Launcher {
             error = error_text;
         }
     }
+    // C (batch x n x n, n a multiple of 4) in boxes, as load_box_async wants them
+    CUtensorMap box_map(const float* C, int batch, int n) {
+        static const auto [encode, found] = [] {
+            void* function = nullptr;
+            cudaDriverEntryPointQueryResult result;
+            const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+            return std::pair(reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function), status == cudaSuccess && result == cudaDriverEntryPointSuccess);
+        }();
+        CUtensorMap map = {};
+        const cuuint64_t sizes[] = {static_cast<cuuint64_t>(n), static_cast<cuuint64_t>(n), static_cast<cuuint64_t>(batch)}, strides[] = {4ull * n, 4ull * n * n};
+        const cuuint32_t box[] = {16, 64, 1}, steps[] = {1, 1, 1};
+        if (!error && !(found && encode(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 3, const_cast<float*>(C), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                        CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS)) {
+            snprintf(error_text, sizeof error_text, "larfb_kernel: no tensor map for %d matrices of n = %d", batch, n);
+            error = error_text;
+        }
+        return map;
+    }
 };
 
 template <int Q> void geqr2_whole(Launcher& launch, const PanelArgs& p, int batch) {
@@ -2645,21 +3052,23 @@ template <int R> void geqr2_cluster(Launcher& launch, const PanelArgs& p, int ba
 }
 void panel(Launcher& launch, const PanelUpdate& update, const PanelArgs& p, int batch, int ranks) {
     const long blocks = static_cast<long>(batch) * ranks;
-    launch("panel_kernel", p.n % 4 ? panel_kernel<Products, false, 1> : blocks > launch.multiprocessors ? panel_kernel<Products, true, 2> : panel_kernel<Products, true, 1>,
+    launch("panel_kernel", p.n % 4 ? panel_kernel<Products<2>, false, 1> : blocks > launch.multiprocessors ? panel_kernel<Products<2>, true, 2> : panel_kernel<Products<2>, true, 1>,
            blocks, kThreads, kPanelSharedBytes, ranks, update, p);
 }
-template <int kPanels> void larfb(Launcher& launch, const LarfbArgs& p, int batch) {
-    launch("larfb_kernel", p.n % 2 ? larfb_kernel<Products, kPanels, false> : larfb_kernel<Products, kPanels, true>, static_cast<long>(batch) * p.chunks * p.ranks,
-           kLarfbThreads, larfb_shared_bytes(kPanels, p.slots, Products::kStaged || p.ranks > 1), p.ranks, p);
+template <int kPanels> void larfb(Launcher& launch, const LarfbArgs& p, int batch, int groups) {
+    using Product = Products<kPanels + 1>;
+    const bool boxes = Product::kAsync && p.n % 4 == 0;
+    launch("larfb_kernel", boxes ? larfb_kernel<Product, kPanels, Product::kAsync> : larfb_kernel<Product, kPanels, false>, static_cast<long>(batch) * p.chunks * p.ranks,
+           128 * groups, larfb_shared_bytes(kPanels, p.slots, groups, Product::kStaged), p.ranks, boxes ? launch.box_map(p.src, batch, p.n) : CUtensorMap{}, p);
 }
-void larfb(Launcher& launch, const LarfbArgs& p, int batch, int panels) {
-    if (panels == 2) larfb<2>(launch, p, batch);
-    else larfb<1>(launch, p, batch);
+void larfb(Launcher& launch, const LarfbArgs& p, int batch, int panels, int groups) {
+    if (panels == 2) larfb<2>(launch, p, batch, groups);
+    else larfb<1>(launch, p, batch, groups);
 }
 }  // namespace
 
 // Factors A (batch x n x n, row-major) into H and tau. steps: count x (kind, first column, R and ranks of the column-by-column kernel; whether
-// it is for declined matrices only, ranks of the panel kernel; panels whose update follows, its ranks, chunks, slots), in order of columns.
+// it is for declined matrices only, ranks of the panel kernel; panels whose update follows, its ranks, chunks, slots, warpgroups), in order of columns.
 // A step after one with no update to follow updates its panel itself.
 // work: qr_work_bytes(batch, n) bytes, 128-byte aligned; unused when the only step is kWhole. Returns null or an error text.
 extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work, int batch, int n, const int* steps, int count) {
@@ -2720,9 +3129,9 @@ extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work
             }
         }
         if (values[6] == 2)
-            larfb(launch, {before.src, H, {before.v_tiles, p.v_tiles}, {before.t, p.t}, n, before.col, before.row_blocks, p.row_blocks - 1, values[8], values[9], values[7]}, batch, 2);
+            larfb(launch, {before.src, H, {before.v_tiles, p.v_tiles}, {before.t, p.t}, n, before.col, before.row_blocks, p.row_blocks - 1, values[8], values[9], values[7]}, batch, 2, values[10]);
         if (values[6] == 1)
-            larfb(launch, {p.src, H, {p.v_tiles}, {p.t}, n, p.col, p.row_blocks, p.row_blocks - 1, values[8], values[9], values[7]}, batch, 1);
+            larfb(launch, {p.src, H, {p.v_tiles}, {p.t}, n, p.col, p.row_blocks, p.row_blocks - 1, values[8], values[9], values[7]}, batch, 1, values[10]);
     }
     return launch.error;
 }
@@ -2772,7 +3181,7 @@ extern "C" int qr_resident_clusters(int);
 std::tuple<at::Tensor, at::Tensor> geqrf(const at::Tensor& A, const pybind11::bytes& steps) {
     const c10::DeviceGuard guard(A.device());
     const auto options = A.options().requires_grad(false);
-    const int batch = A.size(0), n = A.size(1), count = PYBIND11_BYTES_SIZE(steps.ptr()) / (10 * sizeof(int));
+    const int batch = A.size(0), n = A.size(1), count = PYBIND11_BYTES_SIZE(steps.ptr()) / (11 * sizeof(int));
     // The kernels load 16 bytes at a time; a view may start anywhere.
     const at::Tensor aligned = reinterpret_cast<uintptr_t>(A.const_data_ptr()) % 16 ? A.clone() : A;
     at::Tensor H = at::empty(A.sizes(), options), tau = at::empty({batch, n}, options), work;
@@ -2918,16 +3327,21 @@ def candidates(capability: tuple[int, int]) -> list[str]:
     return best + (["mma"] if capability >= (8, 0) else [])
 
 
+def proofs(backend: str, info: DeviceInfo) -> list[tuple[int, int]]:
+    """(batch, n) of random matrices to factor before a backend is used. Where a fault may be a hang: every kernel that makes products, with
+    odd and even n, alone and two blocks on a multiprocessor, with all of V in shared memory and with slots that are refilled."""
+    return [(2, 260)] + ([(1, 199), (1, 323), (2 * info.multiprocessors, 256), (4, 1091), (30, 644)] if backend in APART else [])
+
+
 def prove(extension, backend: str, info: DeviceInfo, index: int) -> None:
-    """Factor two random 260 x 260 matrices on CUDA device `index` and compare with float64. Raises BuildError if they are not right."""
-    n = 260
-    A = torch.randn(2, n, n, generator=torch.Generator().manual_seed(1)).to(torch.device("cuda", index))
-    route = plan(2, n, info, backend)
-    H, tau = extension.geqrf(A, _flat(route))
-    Q = torch.linalg.householder_product(H.double(), tau.double())
-    residual = ((Q.mT @ A.double() - H.double().triu()).abs().sum(1).amax() / A.double().abs().sum(1).amax()).item()
-    if not residual < n * torch.finfo(torch.float32).eps:
-        raise BuildError(f"the {backend} backend computed a wrong factorization (residual {residual:.2g} of the norm)")
+    """Factor `proofs` on CUDA device `index` and compare the first and last matrix of each with float64. Raises BuildError if they are not right."""
+    for batch, n in proofs(backend, info):
+        A = torch.randn(min(batch, 2), n, n, generator=torch.Generator().manual_seed(1)).to(torch.device("cuda", index))
+        H, tau = extension.geqrf(A.repeat(batch // len(A), 1, 1), _flat(plan(batch, n, info, backend)))
+        A, H, tau = A.double(), H[[0, -1]].double(), tau[[0, -1]].double()
+        residual = ((torch.linalg.householder_product(H, tau).mT @ A - H.triu()).abs().sum(1).amax() / A.abs().sum(1).amax()).item()
+        if not residual < n * torch.finfo(torch.float32).eps:
+            raise BuildError(f"the {backend} backend computed a wrong factorization ({batch} x {n} x {n}: residual {residual:.2g} of the norm)")
 
 
 def verdict_file(extension, index: int) -> Path:
@@ -2944,25 +3358,30 @@ def verdict_file(extension, index: int) -> Path:
 def prove_apart(extension, backend: str, index: int) -> None:
     """`prove` in a child process, once: a backend that hangs or breaks its process must not take this one along.
 
-    An outcome (passed, wrong, hung) is kept on disk; a child that could not run at all is tried again next time. Raises BuildError."""
+    An outcome (passed, wrong, broke the device, hung) is kept on disk; a child that could not run at all is tried again next time. Raises BuildError."""
     path = verdict_file(extension, index)
     if path.is_file():
         verdict = path.read_text()
     else:
         command = [sys.executable, str(Path(__file__).resolve()), "prove", backend, str(index)]
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=PROOF_SECONDS)
+            lines = child.communicate(timeout=PROOF_SECONDS)[1].strip().splitlines() or ["it said nothing"]
         except subprocess.TimeoutExpired:
+            child.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):     # the driver may take long to end a kernel that hangs
+                child.wait(10)
             verdict = f"the {backend} backend did not finish its proof in {PROOF_SECONDS} s"
         else:
-            said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            if done.returncode not in (0, WRONG):
-                raise BuildError(f"the {backend} backend's proof ended with exit status {done.returncode}: {said}")
-            verdict = "" if done.returncode == 0 else said
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f"{path.name}.{os.getpid()}")
-        fresh.write_text(verdict)
-        os.replace(fresh, path)
+            if child.returncode not in (0, WRONG):
+                said = ([line for line in lines if re.match(r"[\w.]*Error\b", line)] or lines)[-1]
+                raise BuildError(f"the {backend} backend's proof ended with exit status {child.returncode}: {said}")
+            verdict = "" if child.returncode == 0 else lines[-1]
+        with contextlib.suppress(OSError):                           # nowhere to keep it: proved anew next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = path.with_name(f"{path.name}.{os.getpid()}")
+            fresh.write_text(verdict)
+            os.replace(fresh, path)
     if verdict:
         raise BuildError(verdict)
 
@@ -3006,7 +3425,7 @@ def choose_backend(index: int) -> Choice:
                 info = device_info(extension, index)
                 prove(extension, name, info, index)
             return Choice(name, extension, info, "; ".join(reasons))
-        except (BuildError, RuntimeError) as error:
+        except (BuildError, RuntimeError, OSError) as error:
             if forced:
                 raise
             reasons.append(str(error))
@@ -3078,8 +3497,15 @@ def _child(arguments: list[str]) -> int:
     except BuildError as error:
         print(error, file=sys.stderr)
         return WRONG
+    except RuntimeError as error:
+        if re.search("out of memory|busy or unavailable", str(error)):       # no fault of the backend
+            raise
+        print(f"the {backend} backend broke: {str(error).splitlines()[0]}", file=sys.stderr)
+        return WRONG
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(_child(sys.argv[1:]))
+    status = _child(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(status)           # no clearing up on a device that may be broken: it could change the status

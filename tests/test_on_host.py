@@ -21,7 +21,7 @@ SMALL = DeviceInfo((9, 0), 1, 232448, (0, 0, 0, 0))         # one block a matrix
 WIDE = DeviceInfo((9, 0), 64, 232448, (32, 16, 0, 0))       # as many blocks as there are rows for, up to four
 
 
-def host_source() -> str:
+def host_source(product: str) -> str:
     sections = re.split(r"^// -{100,}\n// (.+)\n// -{100,}\n", submission.CUDA_SOURCE, flags=re.M)
     text = dict(zip(sections[1::2], sections[2::2]))
     products = next(body for title, body in text.items() if title.startswith("Products of"))
@@ -30,13 +30,13 @@ def host_source() -> str:
         if title.startswith(("Shared device helpers", "geqr2 across a cluster")):
             continue
         if title.startswith("Products of"):
-            body = products[products.index("enum class Form"):products.index("struct MmaSync")] + (HOST / "product.h").read_text()
+            body = products[products.index("enum class Form"):products.index("template <int kSums> struct MmaSync")] + (HOST / "product.h").read_text()
         if title.startswith("geqr2 in memory"):
             body = "constexpr int kMaxCluster = 16;\n" + body
         if title.startswith("Host driver"):
             body = re.sub(r"struct Launcher \{.*?^\};\n", "", body, flags=re.S | re.M)
             body = re.sub(r"template <int R> void geqr2_cluster\(.*?^\}\n", 'template <int R> void geqr2_cluster(Launcher& launch, const PanelArgs&, int, int) { launch.error = "not emulated"; }\n', body, flags=re.S | re.M)
-            body = re.sub(r"^#if defined\(KITTENS_HOPPER\)\nusing Products.*?^#endif\n", "using Products = HostProduct;\n", body, flags=re.S | re.M)
+            body = re.sub(r"^#if defined\(KITTENS_HOPPER\)\ntemplate <int kSums> using Products.*?^#endif\n", f"template <int kSums> using Products = {product}<kSums>;\n", body, flags=re.S | re.M)
             body = body[:body.index("// How many clusters of")]
         kept.append(body)
     source = "\n".join(kept)
@@ -51,18 +51,27 @@ def host_source() -> str:
     return '#include "runtime.h"\n' + source
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory):
+def build(folder: Path, product: str):
     compiler = shutil.which("g++")
     if not compiler:
         pytest.skip("g++ is not on PATH")
-    folder = tmp_path_factory.mktemp("host")
-    (folder / "kernels.cpp").write_text(host_source())
+    (folder / "kernels.cpp").write_text(host_source(product))
     subprocess.run([compiler, "-std=c++20", "-O2", "-w", "-fPIC", "-shared", "-pthread", f"-I{HOST}", "kernels.cpp", "-o", "kernels.so"], cwd=folder, check=True)
     loaded = ctypes.CDLL(str(folder / "kernels.so"))
     loaded.qr_geqrf.restype = ctypes.c_char_p
     loaded.qr_work_bytes.restype = ctypes.c_long
     return loaded
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("host"), "HostProduct")
+
+
+@pytest.fixture(scope="session")
+def staged(tmp_path_factory):
+    """With products whose operands are in shared memory and read late, as tcgen05's."""
+    return build(tmp_path_factory.mktemp("staged"), "StagedProduct")
 
 
 def factor(library, A, route):
@@ -98,6 +107,24 @@ def test_whole_matrices(library, n):
             assert not tau.any() and torch.equal(H, generate_input(2, n, 1, n, "upper", device="cpu"))
 
 
+@pytest.mark.parametrize("n", [65, 128, 176, 192])
+def test_whole_matrices_of_several_panels(library, n):
+    """Panels from their Gram matrices, declined ones (nearcollinear, mixed) and empty ones (diagonal, rankdef)."""
+    for case in ("dense", "rankdef", "upper", "diagonal", "nearcollinear", "mixed"):
+        H, tau = check(library, 2 if case == "mixed" else 1, n, case, SMALL)
+        if case in ("upper", "diagonal"):
+            assert not tau.any() and torch.equal(H, generate_input(1, n, 1, n, case, device="cpu"))
+
+
+@pytest.mark.parametrize("n", [40, 150])
+def test_whole_matrices_that_are_not_finite(library, n):
+    """They end, and leave the others alone."""
+    A = generate_input(3, n, 1, n, "dense", device="cpu")
+    A[0, 3, 5], A[2, n - 1, 0] = float("nan"), float("inf")
+    H, tau = factor(library, A, plan(3, n, SMALL, "mma"))
+    assert not H[0].isfinite().all() and measure(A[1:2], (H[1:2], tau[1:2])).columnwise < 3
+
+
 def test_whole_matrix_of_extreme_scales(library):
     A = torch.randn(1, 40, 40, generator=torch.Generator().manual_seed(1))
     decades = torch.logspace(-34, 34, 40)
@@ -111,13 +138,18 @@ def test_panels_and_updates(library, n, info):
     check(library, 1, n, "dense", info)
 
 
-def test_every_shape_of_the_update(library):
-    """Slots refilled or not, columns dealt to one cluster or several, rows to one, two or four blocks; the same for the panel kernel."""
-    n = 330
-    for ranks, chunks, slots in ((1, 1, 2), (1, 3, 3), (2, 1, 2), (2, 2, 3), (4, 2, 2)):
+@pytest.mark.parametrize("n", [299, 300])
+def test_panels_and_updates_with_late_products(staged, n):
+    check(staged, 1, n, "dense", WIDE._replace(clusters=(64, 32, 0, 0)))
+
+
+@pytest.mark.parametrize("n", [330, 332])                    # without tensor maps, and with
+def test_every_shape_of_the_update(library, n):
+    """Slots refilled or not, columns dealt to one cluster or several, rows to one, two or four blocks, one to three warpgroups; the same for the panel kernel."""
+    for ranks, chunks, slots, groups in ((1, 1, 2, 2), (1, 3, 3, 1), (2, 1, 2, 2), (2, 2, 3, 1), (4, 2, 2, 1)):
         def change(route):
             steps = [s if s.kind == WHOLE else s._replace(panel_ranks=ranks, larfb_ranks=min(ranks, -(-(n - s.column) // 64)),
-                                                          chunks=min(chunks, s.chunks), slots=slots) for s in route.steps]
+                                                          chunks=min(chunks, s.chunks), slots=slots, groups=groups) for s in route.steps]
             return route._replace(steps=tuple(steps))
         check(library, 2 if ranks < 4 else 1, n, "dense", SMALL._replace(multiprocessors=1000), change)
 

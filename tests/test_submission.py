@@ -3,11 +3,13 @@ import array
 import os
 import re
 import shutil
+import site
 import subprocess
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import kernelguard
 import pytest
@@ -92,21 +94,21 @@ def source_constant(name: str) -> int:
     return int(re.search(rf"\b{name} = (\d+)[,;]", submission.CUDA_SOURCE)[1])
 
 
-def larfb_shared_bytes(panels: int, slots: int, staged: bool) -> int:
+def larfb_shared_bytes(panels: int, slots: int, groups: int, staged: bool) -> int:
     """The source's own formula."""
-    formula = re.search(r"int larfb_shared_bytes\(int panels, int slots, bool staged\) \{\s*return (.+?);\s*\}", submission.CUDA_SOURCE)[1]
+    formula = re.search(r"int larfb_shared_bytes\(int panels, int slots, int groups, bool staged\) \{\s*return (.+?);\s*\}", submission.CUDA_SOURCE)[1]
     formula = re.sub(r"\((\w+) \? (\w+) : (\w+)\)", r"(\2 if \1 else \3)", formula)
-    return eval(formula, {"kLarfbGroups": source_constant("kLarfbGroups"), "kPairBytes": 2 * 64 * 64 * 2, "panels": panels, "slots": slots, "staged": staged})
+    return eval(formula, {"kPairBytes": 2 * 64 * 64 * 2, "panels": panels, "slots": slots, "groups": groups, "staged": staged})
 
 
-def check_larfb(shape: tuple[int, int, int], rows: int, panels: int, info: DeviceInfo, backend: str):
-    """The launch exists, each block has rows and each cluster columns, and the slots are what the kernel's two tiles at a time need."""
-    ranks, chunks, slots = shape
+def check_larfb(shape: tuple[int, int, int, int], rows: int, panels: int, info: DeviceInfo, backend: str):
+    """The launch exists, each block has rows, each warpgroup columns in its first round, and V's tiles two slots or one each."""
+    ranks, chunks, slots, groups = shape
     tiles = -(-rows // 64)
     assert ranks in (1, 2, 4, 8, 16) and ranks <= info.max_cluster and ranks <= tiles and info.resident(ranks) > 0
-    assert 1 <= chunks <= tiles - panels
+    assert 1 <= chunks <= tiles - panels and 1 <= groups <= source_constant("kLarfbGroups") and groups <= (tiles - panels) // chunks
     assert 1 <= slots <= source_constant("kLarfbSlots") and min(2, -(-tiles // ranks)) <= slots <= -(-tiles // ranks)
-    assert larfb_shared_bytes(panels, slots, backend == "tcgen05" or ranks > 1) <= info.shared_bytes
+    assert larfb_shared_bytes(panels, slots, groups, backend == "tcgen05") <= info.shared_bytes
 
 
 def check_route(route: Plan, batch: int, n: int, info: DeviceInfo, backend: str):
@@ -116,12 +118,12 @@ def check_route(route: Plan, batch: int, n: int, info: DeviceInfo, backend: str)
     assert [step.column for step in route.steps] == list(range(0, PANEL * len(route.steps), PANEL))
     assert last.kind == WHOLE and 0 < n - last.column <= submission.WHOLE_LIMIT and 4 * last.rows_per_lane >= n - last.column > 4 * last.rows_per_lane - 16
     assert last.rows_per_lane in instances("geqr2_whole")
-    assert last[3:] == (1, 0, 0, 0, 0, 0, 0), "nothing right of it to update"
+    assert last[3:] == (1, 0, 0, 0, 0, 0, 0, 0), "nothing right of it to update"
     assert not panels or n > submission.WHOLE_LIMIT, "a matrix that fits one block is one launch"
     waiting = []                                                          # panels not yet applied to what is right of the newest
     for step in panels:
         rows = n - step.column
-        assert rows >= 2 * PANEL, "a panel has 64 columns and something right of it"
+        assert rows > PANEL, "a panel has 64 columns and something right of it"
         assert step.gram == 1 and step.panel_ranks in (1, 2, 4, 8, 16) and step.panel_ranks <= min(info.max_cluster, -(-rows // 64))
         assert step.panel_ranks == 1 or batch <= info.resident(step.panel_ranks)
         assert 1 <= step.ranks <= info.max_cluster and step.ranks & (step.ranks - 1) == 0
@@ -137,7 +139,7 @@ def check_route(route: Plan, batch: int, n: int, info: DeviceInfo, backend: str)
             waiting.clear()
         else:
             assert len(waiting) == 1 and step is not panels[-1], "only a panel that updates itself follows"
-            assert step[7:] == (0, 0, 0)
+            assert step[7:] == (0, 0, 0, 0)
     assert not waiting, "the last block takes no update"
     assert plan(batch, n, info, backend) == route, "pure"
 
@@ -175,7 +177,7 @@ def test_larfb_fills_the_device():
     """One matrix is dealt to many blocks, and never to more than are resident; a batch larger than the device is not split at all."""
     for info, backend in DEVICES:
         for panels in (1, 2):
-            ranks, chunks, _ = submission.larfb_shape(1, 4096, panels, info, backend)
+            ranks, chunks, *_ = submission.larfb_shape(1, 4096, panels, info, backend)
             assert info.multiprocessors / 4 < ranks * chunks and chunks <= info.resident(ranks)
             assert submission.larfb_shape(100 * info.multiprocessors, 512, panels, info, backend)[:2] == (1, 1)
 
@@ -183,7 +185,7 @@ def test_larfb_fills_the_device():
 def test_figures_of_the_plan_are_the_source_s():
     assert submission.LARFB_GROUPS == source_constant("kLarfbGroups") and submission.LARFB_SLOTS == source_constant("kLarfbSlots")
     assert submission.PANEL == source_constant("kPanelWidth") and submission.PAIR == 2 * 64 * 64 * 2
-    assert larfb_shared_bytes(2, 3, True) == 1024 + (3 * 2 + 3 + 2) * 16384 and larfb_shared_bytes(1, 1, False) == 1024 + 2 * 16384
+    assert larfb_shared_bytes(2, 2, 2, True) == 1024 + (2 * 2 + 3 + 6) * 16384 and larfb_shared_bytes(1, 1, 1, False) == 1024 + 4 * 16384
 
 
 def test_routes_to_geqrf_say_why():
@@ -257,6 +259,12 @@ def test_launch_names_are_the_kernels():
 TARGETS = {"mma": (8, 0), "wgmma": (9, 0), "tcgen05": (10, 0)}
 INSTRUCTIONS = {"mma": "mma.sync.aligned.m16n8k16.row.col.f32.bf16", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma"}
 PRODUCTS = {"mma": "7MmaSync", "wgmma": "5Wgmma", "tcgen05": "7Tcgen05"}   # mangled
+# Dynamic shared memory, readable in the PTX: of a panel, and of the smallest updates by one and two panels, of which most fit a multiprocessor.
+FIGURES = """
+extern "C" __device__ const int panel_kernel_bytes = kPanelSharedBytes;
+extern "C" __device__ const int larfb_kernel_1_bytes = larfb_shared_bytes(1, 1, 1, Products<2>::kStaged);
+extern "C" __device__ const int larfb_kernel_2_bytes = larfb_shared_bytes(2, 1, 1, Products<3>::kStaged);
+"""
 
 
 @pytest.fixture(scope="session")
@@ -270,7 +278,7 @@ def ptx(tmp_path_factory):
         pytest.skip(str(error))
     folder = tmp_path_factory.mktemp("ptx")
     source = folder / "qr.cu"
-    source.write_text(submission.CUDA_SOURCE)
+    source.write_text(submission.CUDA_SOURCE + FIGURES)
 
     def compile_for(backend):
         out = folder / f"{backend}.ptx"
@@ -286,10 +294,18 @@ def ptx(tmp_path_factory):
 
 @pytest.mark.parametrize("backend", TARGETS)
 def test_ptx_holds_the_backends_instruction(ptx, backend):
+    """Whole matrices are mma.sync's on every card."""
     text = ptx[backend]
     assert f".target sm_{TARGETS[backend][0]}{TARGETS[backend][1]}" in text
-    for other, instruction in INSTRUCTIONS.items():
-        assert (instruction in text) == (other == backend)
+    for name, body in bodies(text).items():
+        for other, instruction in INSTRUCTIONS.items():
+            products = "geqr2_whole" in name and other == "mma" or re.search("panel_kernel|larfb_kernel", name) and other == backend
+            assert (instruction in body) == bool(products), (name, other)
+
+
+def bodies(text: str) -> dict[str, str]:
+    """Kernels of a module: mangled name -> PTX."""
+    return {re.match(r"\w+", entry)[0]: entry for entry in text.split(".visible .entry ")[1:]}
 
 
 def entries(text: str) -> set[str]:
@@ -302,28 +318,105 @@ def test_every_kernel_is_compiled(ptx, backend):
     """Each instance that the host driver may launch, with the backend's products, and no other."""
     want = {f"geqr2_whole_kernelILi{rows // 4}" for rows in instances("geqr2_whole")} | {f"geqr2_cluster_kernelILi{rows}" for rows in instances("geqr2_cluster")}
     want |= {f"geqr2_kernelILi{rows}ELi{columns}ELi{warps}" for rows, columns, warps in re.findall(r"geqr2<(\d+), (\d+), (\d+)>", submission.CUDA_SOURCE)}
-    want |= {f"larfb_kernelI{PRODUCTS[backend]}Li{panels}ELb{even}" for panels in (1, 2) for even in (0, 1)}
-    want |= {f"panel_kernelI{PRODUCTS[backend]}Lb{aligned == 'true':d}ELi{blocks}"
-             for aligned, blocks in re.findall(r"panel_kernel<Products, (\w+), (\d)>", submission.CUDA_SOURCE)}
+    want |= {f"larfb_kernelI{PRODUCTS[backend]}ILi{panels + 1}EELi{panels}ELb{boxes}" for panels in (1, 2) for boxes in ((0,) if backend == "mma" else (0, 1))}
+    want |= {f"panel_kernelI{PRODUCTS[backend]}ILi2EELb{aligned == 'true':d}ELi{blocks}"
+             for aligned, blocks in re.findall(r"panel_kernel<Products<2>, (\w+), (\d)>", submission.CUDA_SOURCE)}
     found = entries(ptx[backend])
     tall = {name for name in found if name.startswith("geqr2_tall_kernel")}
     assert len(tall) == 1 and found - tall == want
     assert {re.match(r"\w*?_kernel", name)[0] for name in found} == KERNELS
 
 
-@pytest.mark.parametrize("backend", TARGETS)
-def test_registers_suffice(ptx, backend):
+class Compiled(NamedTuple):
+    """What ptxas says of a kernel."""
+    registers: int
+    stores: int      # spilled bytes
+    loads: int
+    shared: int      # static shared memory, bytes
+
+
+def assemble(path: Path, target: str, out: Path) -> dict[str, Compiled]:
+    said = subprocess.run(["ptxas", "-v", f"-arch={target}", str(path), "-o", str(out)], capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    figures = {}
+    for name, stores, loads, used in re.findall(r"Function properties for (\w+_kernel\w*)\s+\d+ bytes stack frame, (\d+) bytes spill stores, "
+                                                r"(\d+) bytes spill loads\s+ptxas info\s+: Used (.+)", said.stderr):
+        shared = re.search(r"(\d+) bytes smem", used)
+        figures[name] = Compiled(int(used.split()[0]), int(stores), int(loads), int(shared[1]) if shared else 0)
+    return figures
+
+
+@pytest.fixture(scope="session")
+def assembled(ptx):
+    """ptxas's figures of every kernel by target, in parallel: each backend's own, and sm_103a with the PTX of sm_100a, which nvcc makes the same."""
+    text = ptx["tcgen05"]
+    (ptx["folder"] / "sm_103a.ptx").write_text(text.replace(".target sm_100a", ".target sm_103a"))
+    jobs = {f"sm_{major}{minor}{'' if backend == 'mma' else 'a'}": backend for backend, (major, minor) in TARGETS.items()} | {"sm_103a": "sm_103a"}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = pool.map(lambda target: assemble(ptx["folder"] / f"{jobs[target]}.ptx", target, ptx["folder"] / f"{target}.cubin"), jobs)
+        return dict(zip(jobs, done))
+
+
+@pytest.mark.parametrize("target, backend", [("sm_80", "mma"), ("sm_90a", "wgmma"), ("sm_100a", "tcgen05"), ("sm_103a", "tcgen05")])
+def test_registers_suffice(ptx, assembled, target, backend):
     """No spills where wgmma and tcgen05 are used, a few words at most in the column-by-column kernels. mma.sync's fragments and operands are all
     registers: there a few hundred bytes may go to memory."""
-    target = re.search(r"\.target (\w+)", ptx[backend])[1]
-    path = ptx["folder"] / f"{backend}.ptx"
-    said = subprocess.run(["ptxas", "-v", f"-arch={target}", str(path), "-o", os.devnull], capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    figures = re.findall(r"Function properties for (\w+_kernel\w*)\s+\d+ bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said.stderr)
-    assert len(figures) == len(entries(ptx[backend]))
-    for name, stores, loads in figures:
+    assert len(assembled[target]) == len(entries(ptx[backend]))
+    for name, kernel in assembled[target].items():
         limit = 16 if "geqr2" in name else 2048 if backend == "mma" else 0
-        assert int(stores) <= limit and int(loads) <= 2 * limit, (name, stores, loads)
+        assert kernel.stores <= limit and kernel.loads <= 2 * limit, (name, kernel)
+
+
+# A multiprocessor of a B200: registers, bytes of shared memory (of which a block may have 227 KiB, and each has 1 KiB more than it asks for), columns.
+REGISTERS, SHARED, COLUMNS = 65536, 228 << 10, 512
+
+
+@pytest.mark.parametrize("target", ["sm_100a", "sm_103a"])
+def test_blocks_fit_a_blackwell_multiprocessor(ptx, assembled, target):
+    """Registers and shared memory of one block, and tensor memory of as many blocks as registers, threads and shared memory let in at once."""
+    texts = bodies(ptx["tcgen05"])
+    with_tensor_memory = 0
+    for name, kernel in assembled[target].items():
+        text = texts[name]
+        threads = int(re.search(r"\.maxntid (\d+)", text)[1])
+        per_warp = -(-kernel.registers * 32 // 256) * 256
+        blocks = min(2048 // threads, REGISTERS // (per_warp * threads // 32))
+        assert blocks >= int(re.search(r"\.minnctapersm (\d+)", text)[1]) >= 1, name
+        assert kernel.registers <= 255 and kernel.shared <= 48 << 10, name
+        taken = {int(columns) for columns in re.findall(r"tcgen05\.alloc\.[^;]*, (\d+);", text)}
+        assert bool(taken) == ("tcgen05.mma" in text) == ("tcgen05.dealloc" in text) == ("tcgen05.relinquish_alloc_permit" in text), name
+        if taken:
+            with_tensor_memory += 1
+            figure = "panel_kernel" if "panel_kernel" in name else f"larfb_kernel_{re.search(r'EELi(.)ELb', name)[1]}"
+            dynamic = int(re.search(rf"{figure}_bytes = (\d+);", ptx["tcgen05"])[1])
+            assert dynamic + kernel.shared <= 227 << 10, name
+            blocks = min(blocks, SHARED // (dynamic + kernel.shared + 1024))
+            assert blocks * taken.pop() <= COLUMNS and not taken, f"{name}: {blocks} blocks"
+    assert with_tensor_memory == 7
+
+
+def disassembler() -> str:
+    """nvdisasm, of the CUDA toolkit or of a package beside torch's."""
+    places = [path for folder in site.getsitepackages() for path in Path(folder).glob("nvidia/*/bin/nvdisasm")]
+    found = shutil.which("nvdisasm") or next(map(str, places), None)
+    if not found:
+        pytest.skip("nvdisasm is neither on PATH nor installed (pip install nvidia-cuda-nvdisasm)")
+    return found
+
+
+TENSOR_MEMORY = {"UTCATOMSWS", "UTCHMMA", "UTCBAR", "LDTM"}   # machine instructions: allocate and release, multiply, commit, load
+
+
+@pytest.mark.parametrize("target", ["sm_100a", "sm_103a"])
+def test_machine_code_holds_tensor_memory_instructions(ptx, assembled, target):
+    """In the kernels that make products and in no other; none of this backend uses an older card's products."""
+    said = subprocess.run([disassembler(), "-c", str(ptx["folder"] / f"{target}.cubin")], capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    used = {re.match(r"\w+", text)[0]: set(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", text, re.M)) for text in said.stdout.split("\t.section\t.text.")[1:]}
+    assert set(used) == set(assembled[target])
+    for name, instructions in used.items():
+        assert instructions & TENSOR_MEMORY == (TENSOR_MEMORY if re.search("panel_kernel|larfb_kernel", name) else set()), name
+        assert len(instructions) > 20 and ("HMMA" in instructions) == ("geqr2_whole" in name) and "HGMMA" not in instructions, name
 
 
 def test_cuda_source_includes_no_torch_header():
@@ -509,6 +602,8 @@ def hopper(monkeypatch, fresh_choice):
             raise BuildError(f"the {name} backend computed a wrong factorization")
         if broken.get(name) == "crash":
             raise RuntimeError("larfb_kernel: an illegal instruction")
+        if broken.get(name) == "disk":
+            raise PermissionError("Permission denied: '/nowhere'")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
     monkeypatch.setattr(torch.cuda, "device", NoDevice)
@@ -524,7 +619,7 @@ def test_best_backend_is_chosen_without_a_word(hopper):
     assert choice.name == choice.extension.name == "wgmma" and choice.info.max_cluster == 16 and choice.info == H200 and choice.reason == ""
 
 
-@pytest.mark.parametrize("fault, words", [("build", "no compiler for wgmma"), ("wrong", "wrong factorization"), ("crash", "illegal instruction")])
+@pytest.mark.parametrize("fault, words", [("build", "no compiler for wgmma"), ("wrong", "wrong factorization"), ("crash", "illegal instruction"), ("disk", "Permission denied")])
 def test_a_failing_backend_is_said_once_and_the_next_serves(hopper, fault, words):
     hopper["wgmma"] = fault
     with pytest.warns(UserWarning, match=f"custom_kernel cannot use wgmma: .*{words}") as caught:
@@ -623,6 +718,40 @@ def test_a_proof_apart_that_could_not_run_is_tried_again(blackwell):
     assert submission.choose_backend(0).name == "tcgen05" and len(runs()) == 2
 
 
+@pytest.mark.parametrize("text, words", [
+    ("sys.stderr.write('RuntimeError: CUDA error: invalid device ordinal\\nCompile with TORCH_USE_CUDA_DSA\\n\\n'); sys.exit(1)", "exit status 1: RuntimeError: CUDA error: invalid"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "exit status -11: it said nothing")])
+def test_a_proof_apart_that_ends_early_is_said(blackwell, text, words):
+    blackwell(text)
+    with pytest.warns(UserWarning, match=f"custom_kernel cannot use tcgen05: .*{words}"):
+        assert submission.choose_backend(0).name == "mma"
+
+
+def test_a_child_that_cannot_be_ended_does_not_hold_the_caller(blackwell, monkeypatch):
+    """As where the driver cannot end a kernel that hangs: the wait for the child has its own limit."""
+    waits, real_wait = [], subprocess.Popen.wait
+    monkeypatch.setattr(submission, "PROOF_SECONDS", 1)
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda child: waits.append(child))
+    monkeypatch.setattr(subprocess.Popen, "wait", lambda child, timeout=None: real_wait(child, timeout and min(timeout, 0.1)))
+    blackwell("time.sleep(60)")
+    with pytest.warns(UserWarning, match="did not finish its proof"):
+        assert submission.choose_backend(0).name == "mma"
+    monkeypatch.undo()
+    assert len(waits) == 1 and waits[0].poll() is None
+    waits[0].kill()
+    waits[0].communicate()
+
+
+def test_without_a_place_for_the_verdict_each_process_proves(blackwell, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    runs = blackwell("sys.exit(0)")
+    for _ in range(2):
+        submission.choose_backend.cache_clear()
+        assert submission.choose_backend(0).name == "tcgen05"
+    assert len(runs()) == 2
+
+
 def test_another_driver_device_or_source_is_proved_anew(blackwell, monkeypatch):
     files = {submission.verdict_file(NamedExtension("tcgen05"), 0)}
     files.add(submission.verdict_file(NamedExtension("other"), 0))
@@ -631,6 +760,44 @@ def test_another_driver_device_or_source_is_proved_anew(blackwell, monkeypatch):
     monkeypatch.setattr(submission.Path, "read_text", lambda self: "another driver")
     files.add(submission.verdict_file(NamedExtension("tcgen05"), 0))
     assert len(files) == 4
+
+
+@pytest.mark.parametrize("error, status, words", [
+    (BuildError("the mma backend computed a wrong factorization"), submission.WRONG, "wrong factorization"),
+    (RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ..."), submission.WRONG, "the mma backend broke: CUDA error: an illegal memory access was encountered\n"),
+    (None, 0, "")])
+def test_the_child_says_what_was_wrong(hopper, monkeypatch, capsys, error, status, words):
+    def prove(*args):
+        if error:
+            raise error
+    monkeypatch.setattr(submission, "prove", prove)
+    assert submission._child(["prove", "mma", "0"]) == status
+    said = capsys.readouterr().err
+    assert words in said and bool(words) == bool(said)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")])
+def test_the_child_has_no_verdict_where_the_device_had_no_room(hopper, monkeypatch, error):
+    def prove(*args):
+        raise error
+    monkeypatch.setattr(submission, "prove", prove)
+    with pytest.raises(RuntimeError):
+        submission._child(["prove", "mma", "0"])
+
+
+@pytest.mark.parametrize("info", [B200, B200._replace(multiprocessors=160, clusters=(80, 40, 18, 9))])
+def test_proofs_apart_meet_every_kernel_that_makes_products(info):
+    """One and two panels at once, n of each parity and alignment, one block and more to a multiprocessor or to a matrix, tiles of V that stay or go."""
+    updates, panels = set(), set()
+    for batch, n in submission.proofs("tcgen05", info):
+        for step in plan(batch, n, info, "tcgen05").steps[:-1]:
+            panels.add((n % 4 == 0, batch * step.panel_ranks > info.multiprocessors))
+            if step.panels:
+                tiles = -(-(n - step.column) // PANEL) + step.panels - 1
+                updates |= {(step.panels, n % 2), ("refills", -(-tiles // step.larfb_ranks) > step.slots, step.larfb_ranks > 1)}
+    assert updates == {(1, 0), (1, 1), (2, 0), (2, 1), *(("refills", some, more) for some in (False, True) for more in (False, True))}
+    assert panels >= {(True, False), (True, True), (False, False)}
+    assert submission.proofs("wgmma", info) == [(2, 260)], "a fault that is no hang costs less to find"
 
 
 def test_the_child_refuses_other_arguments():

@@ -1,17 +1,19 @@
 // Appended to submission.py's CUDA source: each product of tiles by itself, for comparison with a plain product.
 //
-// One block. Per warpgroup g: A_g and B_g (64 x 64, row-major) -> out_g = A_g B_g. Kinds: 0 start: 256 threads, A_0 over A_1 times
-// B_0; 1, 2 start_exact<kAtB, kAB>; 3, 4 start_registers<kAB, kABt>; 5: 3 twice, the second product added to the first.
+// One block. Per warpgroup g: A_g and B_g (64 x 64, row-major) -> out[0][g] = A_g B_g. Kinds: 0 start: 256 threads, A_0 over A_1 times
+// B_0; 1, 2 start_exact<kAtB, kAB>; 3, 4 start_registers<kAB, kABt>; 5: 3 twice, the second product added to the first; 6, 7
+// start_pairs<kAtB, kAB>; 8: two sums at once, out[1][g] = A_g B_h, h = (g + 1) % 4; 9: the same, one sum started after the other.
 template <class Product>
 __global__ void __launch_bounds__(512, 1) product_kernel(int kind, const float* A, const float* B, float* out) {
     extern __shared__ __align__(1024) uint8_t shared[];
     const int tid = threadIdx.x, group = tid / 128, in_group = tid % 128, lane = tid % 32, warp = tid / 32;
-    uint8_t* const sA = shared + group * kTripleBytes;
-    uint8_t* const sB = shared + (4 + group) * kTripleBytes;
+    uint8_t* const sA = shared + group * 2 * kTripleBytes;                  // three tiles, or the pair that registers pass through
+    uint8_t* const sB = sA + (kind <= 2 ? kTripleBytes : kPairBytes);       // three tiles, or two pairs
     uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + 8 * kTripleBytes);
     Product product(barriers, reinterpret_cast<uint32_t*>(barriers + 6));
     const float* const a = A + group * 4096;
     const float* const b = B + group * 4096;
+    const float* const b2 = B + (group + 1) % 4 * 4096;
     // (row, column) of an operand's tiles from element (i, j) of the matrix, both or one transposed
     const auto fill = [&](uint8_t* tiles, const float* from, bool transposed, int part_bytes, int parts) {
         for (int e = in_group; e < 2048; e += 128) {
@@ -25,12 +27,16 @@ __global__ void __launch_bounds__(512, 1) product_kernel(int kind, const float* 
     };
     Fragment f;
     int row = warp % 4 * 16 + lane / 4;
+    const auto store = [&](float* to) {
+        for (int b8 = 0; b8 < 8; ++b8)
+            for (int half = 0; half < 2; ++half) *reinterpret_cast<float2*>(to + (row + 8 * half) * 64 + 8 * b8 + lane % 4 * 2) = f.v[b8][half];
+    };
     if (kind == 0) {
         fill(shared + group * kTileBytes, a, false, 2 * kTileBytes, 2);     // two tiles of high, two of low
-        if (group == 0) fill(sB, b, false, kTileBytes, 2);
+        if (group == 0) fill(shared + 4 * kTileBytes, b, false, kTileBytes, 2);
         fence_async_proxy();
         __syncthreads();
-        product.template start<2 * kTileBytes, kTileBytes>(shared, shared + 4 * kTripleBytes);
+        product.template start<2 * kTileBytes, kTileBytes>(shared, shared + 4 * kTileBytes);
         product.finish();
         product.read(f);
         row = Product::row_of_warp() + lane / 4;
@@ -44,8 +50,18 @@ __global__ void __launch_bounds__(512, 1) product_kernel(int kind, const float* 
         else product.template start_exact<Form::kAB>(sA, sB);
         product.finish_group();
         product.read_group(f);
+    } else if (kind == 6 || kind == 7) {
+        fill(sA, a, kind == 6, kTileBytes, 2);
+        fill(sB, b, false, kTileBytes, 2);
+        fence_async_proxy();
+        group_sync(group);
+        if (kind == 6) product.template start_pairs<Form::kAtB>(sA, sB, true);
+        else product.template start_pairs<Form::kAB>(sA, sB, true);
+        product.finish_group();
+        product.read_group(f);
     } else {
         fill(sB, b, kind == 4, kTileBytes, 2);
+        if (kind >= 8) fill(sB + kPairBytes, b2, kind == 9, kTileBytes, 2);
         Operand operand;
         for (int s = 0; s < 4; ++s)
             for (int r = 0; r < 4; ++r) {
@@ -54,29 +70,39 @@ __global__ void __launch_bounds__(512, 1) product_kernel(int kind, const float* 
             }
         fence_async_proxy();
         group_sync(group);
-        for (int turn = 0; turn < (kind == 5 ? 2 : 1); ++turn) {
-            if (kind == 4) product.template start_registers<Form::kABt>(operand, sB, sA, true);
-            else product.template start_registers<Form::kAB>(operand, sB, sA, turn == 0);
+        if (kind == 9) {
+            product.template start_registers<Form::kAB, 0, 1>(operand, sB, sA, true);
+            product.template start_registers<Form::kABt, 1, 1>(operand, sB + kPairBytes, sA, true);
+            product.template finish_group<3>();
+            product.read_group(f);
+            store(out + group * 4096);
             product.finish_group();
+        } else {
+            for (int turn = 0; turn < (kind == 5 ? 2 : 1); ++turn) {
+                if (kind == 4) product.template start_registers<Form::kABt, 0, 1>(operand, sB, sA, true);
+                else if (kind == 8) product.template start_registers<Form::kAB, 0, 2>(operand, sB, sA, true);
+                else product.template start_registers<Form::kAB, 0, 1>(operand, sB, sA, turn == 0);
+                product.finish_group();
+            }
+            product.read_group(f);
+            if (kind == 8) store(out + group * 4096);
         }
-        product.read_group(f);
+        if (kind >= 8) {
+            product.template read_group<1>(f);
+            store(out + (4 + group) * 4096);
+        }
     }
-    for (int b8 = 0; b8 < 8; ++b8)
-        for (int half = 0; half < 2; ++half) {
-            float* const to = out + group * 4096 + (row + 8 * half) * 64 + 8 * b8 + lane % 4 * 2;
-            to[0] = f.v[b8][half].x;
-            to[1] = f.v[b8][half].y;
-        }
+    if (kind < 8) store(out + group * 4096);
     product.close();
 }
 
 extern "C" int run_products(int kind, int groups, const float* A, const float* B, float* out) {
 #if defined(KITTENS_BLACKWELL)
-    const auto kernel = product_kernel<Tcgen05>;
+    const auto kernel = product_kernel<Tcgen05<2>>;
 #elif defined(KITTENS_HOPPER)
-    const auto kernel = product_kernel<Wgmma>;
+    const auto kernel = product_kernel<Wgmma<2>>;
 #else
-    const auto kernel = product_kernel<MmaSync>;
+    const auto kernel = product_kernel<MmaSync<2>>;
 #endif
     constexpr int bytes = 8 * kTripleBytes + 64;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

@@ -6,6 +6,7 @@
 Kernels without tcgen05 instructions are only retargeted. A tcgen05 or other sm_100-only instruction that is not modelled is a
 NotModelled error, here or from ptxas.
 """
+import functools
 import re
 import subprocess
 from pathlib import Path
@@ -53,7 +54,11 @@ def address_call(name: str, operand: str, size: int, guard: str) -> str:
 STORE = re.compile(r"^(?P<guard>@!?%p\d+\s+)?st\.(?P<space>shared\.)?(?:v(?P<count>\d)\.)?[buf](?P<bits>\d+)\s+\[(?P<at>[^\]]+)\]")
 COPY = re.compile(r"^(?P<guard>@!?%p\d+\s+)?cp\.async\.c[ag]\.shared\.global\s+\[(?P<at>[^\]]+)\]\s*,\s*\[[^\]]+\]\s*,\s*(?P<size>\d+)")
 BULK = re.compile(r"^(?P<guard>@!?%p\d+\s+)?cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes\s+\[(?P<at>%\w+)\]\s*,\s*\[[^\]]+\]\s*,\s*(?P<size>%?\w+)")
+TENSOR = re.compile(r"^(?P<guard>@!?%p\d+\s+)?cp\.async\.bulk\.tensor\.3d\.shared::cluster\.global\.mbarrier::complete_tx::bytes\s+\[(?P<at>%\w+)\]\s*,\s*\[[^\]]+\]\s*,\s*\[%\w+\]$")
+BOX_BYTES = 4096             # of the tensor map's box: the instruction does not say
 WAIT = re.compile(r"mbarrier\.(?:try|test)_wait\.parity[\w.:]*\s+[%\w]+\s*,\s*\[(?P<at>%\w+(?:\+\d+)?)\]\s*,\s*(?P<parity>%?\w+)")
+# What else may write shared memory, wait on an mbarrier, or fence the asynchronous proxy.
+UNKNOWN = re.compile(r"^(?:@!?%?\w+\s+)?(?:st\.(?!global|local|param)|stmatrix|(?:red|cp)\.(?:reduce\.)?async\.bulk|red\.async|cp\.async\.c[ag]|mbarrier\.\w+_wait|fence\.proxy)")
 MMA = re.compile(r"tcgen05\.mma\.cta_group::1\.kind::f16\s+\[(%\w+)\],\s*(%rd\w+),\s*(%rd\w+),\s*(%\w+),\s*(\w+)$")
 LOAD = re.compile(r"tcgen05\.ld\.sync\.aligned\.16x256b\.x(\d+)\.b32\s+\{([^}]*)\},\s*\[(%\w+)\]$")
 
@@ -80,8 +85,12 @@ class Kernel:
             return f"{text};\n" + address_call("emulate_store", match["at"], int(match["size"]), match["guard"] or "")
         if match := BULK.match(plain):
             return call("emulate_bulk_copy", [("b32", match["at"]), ("b32", match["size"])], guard=match["guard"] or "") + f"\n{text};"
+        if match := TENSOR.match(plain):
+            return call("emulate_bulk_copy", [("b32", match["at"]), ("b32", str(BOX_BYTES))], guard=match["guard"] or "") + f"\n{text};"
         if plain == "fence.proxy.async.shared::cta":
             return f"{text};\n" + call("emulate_proxy_fence", [])
+        if UNKNOWN.match(plain):
+            raise NotModelled(plain)
         if "tcgen05." not in plain:
             return text + ";"
         return self.tcgen05(plain)
@@ -93,8 +102,10 @@ class Kernel:
             return ""                # a block allocates once, here: a second time stops it
         if match := re.match(r"tcgen05\.dealloc\.cta_group::1\.sync\.aligned\.b32\s+(%\w+),\s*(\w+)$", plain):
             return call("emulate_dealloc", [("b32", match[1]), ("b32", match[2])])
-        if plain in ("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync"):
+        if plain == "tcgen05.fence::before_thread_sync":
             return "fence.acq_rel.cta;"
+        if plain == "tcgen05.fence::after_thread_sync":
+            return call("emulate_fence_after", [])
         if match := MMA.match(plain):
             d, a, b, idesc, accumulate = match.groups()
             arguments = [("b32", d), ("b64", a), ("b64", b), ("b32", idesc), ("b32", "flag")]
@@ -181,6 +192,11 @@ class Sources:
 
     def script(self, lines: list[str]) -> None:
         run("\n".join(["set -e", *self.settings, *lines]), cwd=self.folder, shell=True, executable="/bin/bash")
+
+    @functools.cache
+    def built(self) -> Path:
+        """The library without a change."""
+        return self.library()
 
     def library(self, name: str = "libqr.so", mutate=lambda ptx: ptx) -> Path:
         """A shared library: the source's host code, its kernels `mutate`d as PTX, rewritten and assembled for sm_90a."""

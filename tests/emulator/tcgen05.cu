@@ -6,16 +6,19 @@
 // Asynchrony at its worst. An MMA is queued when it is issued and takes effect only when somebody waits on the mbarrier that
 // the commit covering it names: its operands are read then, and until then its accumulator reads as NaN. Operands that an
 // ordinary store wrote and its thread has not fenced (fence.proxy.async) when the MMA is issued make the result NaN. A load from
-// tensor memory delivers at its wait (rewrite.py moves it there, and fills the registers with NaN before).
+// tensor memory delivers at its wait (rewrite.py moves it there, and fills the registers with NaN before); it reads NaN where
+// its thread has not fenced (tcgen05.fence::after_thread_sync) since the accumulator's last MMA.
 //
-// Stops the kernel: columns not allocated, allocation twice or not a power of two in 32..512, allocation not released when the
-// next kernel allocates, an MMA issued by several threads at once, a warp at lanes that are not its own, reserved or unsupported bits
-// in a descriptor, an unaligned start, a wait that never ends.
+// Stops the kernel, with a failed assertion of the file "tcgen05 emulator", whose line is the value in question: columns not
+// allocated, allocation twice or not a power of two in 32..512, allocation not released when the next kernel allocates, released
+// under an MMA that nobody waited for, an MMA issued by several threads at once, two threads' MMAs under way to one accumulator, a warp
+// at lanes that are not its own, reserved or unsupported bits in a descriptor, operands that do not start at the swizzle's, a wait
+// that never ends.
+#include <cassert>
 #include <cstdint>
-#include <cstdio>
 
 namespace {
-constexpr int kBlocks = 128, kQueue = 512, kFences = 8, kLanes = 128, kColumns = 512, kWords = 232448 / 4;
+constexpr int kBlocks = 160, kQueue = 512, kFences = 8, kLanes = 128, kColumns = 512, kWords = 232448 / 4;
 constexpr uint32_t kNan = 0x7fc0dead;
 
 struct Mma {
@@ -30,22 +33,19 @@ struct Block {
     uint64_t notes[kWords];                              // of the last ordinary store to a word: thread + 1 (high half), time
     uint32_t fences[1024][kFences];                      // times of a thread's last proxy fences
     uint32_t fence_count[1024];
+    uint32_t fenced[1024];                               // time of a thread's last tcgen05.fence::after_thread_sync
+    uint32_t written[2][kColumns];                       // time of the last MMA to a column, in lanes 0-15 and 16-31 of every quarter
     Mma queue[kQueue];
-    uint32_t time;                                       // counts fences and issues
+    uint32_t time;                                       // counts fences, issues and executions
     int count, lock, columns, polls;
 };
 __device__ Block blocks[kBlocks];
 
+// A failed assertion is the one message that survives the end of its kernel.
+__device__ __noinline__ void stop(const char* what, uint32_t value) { __assert_fail(what, "tcgen05 emulator", value, "stop"); }
 __device__ Block& own_block() {
-    if (gridDim.y != 1 || gridDim.z != 1 || blockIdx.x >= kBlocks) {
-        printf("tcgen05 emulator: block %d: at most %d blocks in one dimension\n", blockIdx.x, kBlocks);
-        __trap();
-    }
+    if (gridDim.y != 1 || gridDim.z != 1 || blockIdx.x >= kBlocks) stop("more blocks than the emulator has room for", gridDim.x);
     return blocks[blockIdx.x];
-}
-__device__ void stop(const char* what, uint32_t value) {
-    printf("tcgen05 emulator: block %d thread %d: %s (0x%x)\n", blockIdx.x, threadIdx.x, what, value);
-    __trap();
 }
 __device__ void lock(Block& block) { while (atomicCAS(&block.lock, 0, 1)) __nanosleep(20); __threadfence(); }
 __device__ void unlock(Block& block) { __threadfence(); atomicExch(&block.lock, 0); }
@@ -54,7 +54,14 @@ __device__ uint32_t row_of(const Mma& mma, int m) {      // the lane of D's row 
     const int rows = (mma.idesc >> 24 & 31) * 16;
     return rows == 128 ? m : (mma.d >> 16) + 32 * (m / 16) + m % 16;
 }
-// Shared-memory byte address of element (mn, k) under a matrix descriptor.
+__device__ bool same_lanes(const Mma& a, const Mma& b) {  // some lane is in both accumulators
+    return (a.idesc >> 24 & 31) == 8 || (b.idesc >> 24 & 31) == 8 || a.d >> 16 == b.d >> 16;
+}
+__device__ bool in_columns(const Mma& mma, uint32_t column, uint32_t count = 1) {   // some of them are the accumulator's
+    const uint32_t first = mma.d & 0xffff, columns = (mma.idesc >> 17 & 63) * 8;
+    return column + count > first && column < first + columns;
+}
+// Shared-memory byte address, in the own block, of element (mn, k) under a matrix descriptor.
 __device__ uint32_t address(uint64_t descriptor, bool mn_major, int mn, int k) {
     const uint32_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4, stride = (descriptor >> 32 & 0x3fff) << 4;
     const uint32_t offset = mn_major ? 2 * (mn % 64) + k % 8 * 128 + mn / 64 * leading + k / 8 * stride : mn % 8 * 128 + mn / 8 * stride + 2 * k;
@@ -63,15 +70,19 @@ __device__ uint32_t address(uint64_t descriptor, bool mn_major, int mn, int k) {
 }
 __device__ float element(uint64_t descriptor, bool mn_major, int mn, int k) {
     uint16_t bits;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address(descriptor, mn_major, mn, k)) : "memory");
+    uint32_t rank;                                       // the own window of a cluster's shared memory
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(rank << 24 | address(descriptor, mn_major, mn, k)) : "memory");
     return __uint_as_float(static_cast<uint32_t>(bits) << 16);
 }
-__device__ void check_descriptor(uint64_t descriptor) {
+__device__ void check_descriptor(uint64_t descriptor, bool mn_major) {
     if ((descriptor >> 46 & 7) != 1) stop("matrix descriptor: bits 46-48 are not 1", descriptor >> 32);
     if (descriptor >> 49 & 7) stop("matrix descriptor: base offset is not 0", descriptor >> 32);
     if (descriptor >> 52 & 0x1ff) stop("matrix descriptor: reserved bits or LBO mode", descriptor >> 32);
     if (descriptor >> 61 != 2) stop("matrix descriptor: swizzle is not 128 bytes", descriptor >> 32);
     if ((descriptor >> 14 & 3) || (descriptor >> 30 & 3)) stop("matrix descriptor: unused bits", descriptor);
+    // K-major may start inside a row of 128 bytes, at another k; eight rows begin at a multiple of 1024.
+    if (descriptor & (mn_major ? 0x3f : 0x38)) stop("matrix descriptor: not where the swizzle starts", descriptor);
 }
 // Did an ordinary store write this word with no fence of its thread between the store and the MMA's issue?
 __device__ bool unfenced(const Block& block, uint32_t at, uint32_t issued) {
@@ -99,6 +110,10 @@ __device__ void execute(Block& block, const Mma& mma, unsigned lanes) {   // by 
         for (int k = 0; k < 16; ++k) sum = fmaf(element(mma.a, a_mn, m, k), element(mma.b, b_mn, n, k), sum);
         cell = stale ? kNan : __float_as_uint(sum);
     }
+    const uint32_t now = 1 + atomicAdd(&block.time, 1);
+    for (int half = 0; half < 2; ++half)
+        if (rows == 128 || mma.d >> 20 == half)
+            for (int n = rank; n < columns; n += count) block.written[half][(mma.d & 0xffff) + n] = now;
 }
 }  // namespace
 
@@ -109,6 +124,7 @@ __device__ __noinline__ void emulate_alloc(uint32_t address, uint32_t columns) {
     Block& block = own_block();
     for (int i = threadIdx.x % 32; i < kWords; i += 32) block.notes[i] = 0;
     for (int i = threadIdx.x % 32; i < kLanes * kColumns; i += 32) block.cells[i] = kNan;
+    for (int i = threadIdx.x % 32; i < kColumns; i += 32) block.written[0][i] = block.written[1][i] = 0;
     if (threadIdx.x % 32 == 0) {
         if (block.columns) stop("alloc: columns of this or an earlier kernel were not released", block.columns);
         if (columns < 32 || columns > 512 || (columns & (columns - 1))) stop("alloc: not a power of two in 32..512", columns);
@@ -123,8 +139,7 @@ __device__ __noinline__ void emulate_dealloc(uint32_t address, uint32_t columns)
     Block& block = own_block();
     if (threadIdx.x % 32 == 0) {
         if (address || static_cast<int>(columns) != block.columns) stop("dealloc: not what was allocated", columns);
-        for (int i = 0; i < block.count; ++i)
-            if (!block.queue[i].mbarrier) stop("dealloc: an MMA was never committed", i);
+        for (int i = 0; i < block.count; ++i) stop(block.queue[i].mbarrier ? "dealloc: a commit was not waited for" : "dealloc: an MMA was never committed", i);
         block.columns = 0;
     }
     __syncwarp();
@@ -133,8 +148,8 @@ __device__ __noinline__ void emulate_dealloc(uint32_t address, uint32_t columns)
 __device__ __noinline__ void emulate_mma(uint32_t d, uint64_t a, uint64_t b, uint32_t idesc, uint32_t accumulate) {
     Block& block = own_block();
     if (__popc(__activemask()) != 1) stop("mma: issued by several threads", __activemask());
-    check_descriptor(a);
-    check_descriptor(b);
+    check_descriptor(a, idesc >> 15 & 1);
+    check_descriptor(b, idesc >> 16 & 1);
     const uint32_t rows = (idesc >> 24 & 31) * 16, columns = (idesc >> 17 & 63) * 8;
     if ((idesc & 0x1fff) != 0x490) stop("mma: instruction descriptor: not bf16 x bf16 -> float32", idesc);
     if (idesc >> 13 & 3 || idesc >> 23 & 1 || idesc >> 29) stop("mma: instruction descriptor: negated operand or reserved bits", idesc);
@@ -143,12 +158,19 @@ __device__ __noinline__ void emulate_mma(uint32_t d, uint64_t a, uint64_t b, uin
     if ((d & 0xffff) + columns > static_cast<uint32_t>(block.columns)) stop("mma: accumulator outside the allocated columns", d);
     lock(block);
     if (block.count == kQueue) stop("mma: more than the emulator's queue holds", block.count);
-    block.queue[block.count++] = {a, b, d, idesc, static_cast<int>(accumulate), static_cast<int>(threadIdx.x), 0, 1 + atomicAdd(&block.time, 1)};
+    const Mma mma = {a, b, d, idesc, static_cast<int>(accumulate), static_cast<int>(threadIdx.x), 0, 1 + atomicAdd(&block.time, 1)};
+    for (int i = 0; i < block.count; ++i) {              // only one thread's, of one shape, keep their order
+        const Mma& other = block.queue[i];
+        if (other.thread < 0 || !same_lanes(mma, other) || !in_columns(other, d & 0xffff, columns)) continue;
+        if (other.thread != mma.thread || other.d != d || other.idesc >> 17 != idesc >> 17) stop("mma: another one to these cells is under way", d);
+    }
+    block.queue[block.count++] = mma;
     unlock(block);
 }
 // tcgen05.commit [mbarrier]: covers the thread's MMAs so far
 __device__ __noinline__ void emulate_commit(uint32_t mbarrier) {
     Block& block = own_block();
+    mbarrier &= 0xffffff;                                // without the block's rank in its cluster
     lock(block);
     for (int i = 0; i < block.count; ++i)
         if (block.queue[i].thread == static_cast<int>(threadIdx.x) && !block.queue[i].mbarrier) block.queue[i].mbarrier = mbarrier;
@@ -156,38 +178,48 @@ __device__ __noinline__ void emulate_commit(uint32_t mbarrier) {
     block.queue[block.count++] = {0, 0, 0, 0, 0, -1, mbarrier, 0};          // the arrival itself
     unlock(block);
 }
-// Before every test of an mbarrier's phase that would fail: what was committed to it happens now.
+static __device__ bool passed(uint32_t mbarrier, uint32_t parity) {
+    uint32_t yes;
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(yes) : "r"(mbarrier), "r"(parity) : "memory");
+    return yes;
+}
+// Before every test of an mbarrier's phase that would fail: what the next commit to it covers happens now.
 __device__ __noinline__ void emulate_wait(uint32_t mbarrier, uint32_t parity) {
     Block& block = own_block();
-    uint32_t passed;
-    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(passed) : "r"(mbarrier), "r"(parity) : "memory");
-    if (passed) return;
+    if (passed(mbarrier, parity)) return;
     const unsigned lanes = __activemask();
     const int leader = __ffs(lanes) - 1;
     if (static_cast<int>(threadIdx.x % 32) == leader) {
         lock(block);
-        if (++block.polls > 3000000) stop("wait: nothing has happened for a long time", mbarrier);
+        if (++block.polls > 1000000) stop("wait: nothing has happened for a long time", mbarrier);
     }
     __syncwarp(lanes);
     int left = 0;
-    const int count = *const_cast<volatile int*>(&block.count);
+    bool arrives = false;
+    // Another warp may have done it while this one waited for the lock; the next commit's turn is then the next wait's.
+    const bool late = __shfl_sync(lanes, passed(mbarrier, parity), leader);
+    const int count = late ? 0 : *const_cast<volatile int*>(&block.count);
     for (int i = 0; i < count; ++i) {
         const Mma mma = block.queue[i];
         __syncwarp(lanes);
-        if (mma.mbarrier != mbarrier) {
+        if (arrives || mma.mbarrier != (mbarrier & 0xffffff)) {
             if (static_cast<int>(threadIdx.x % 32) == leader) block.queue[left] = mma;
             ++left;
         } else if (mma.thread >= 0) {
             execute(block, mma, lanes);
             __threadfence();
-        } else if (static_cast<int>(threadIdx.x % 32) == leader) {
-            block.polls = 0;
-            asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" ::"r"(mbarrier) : "memory");
+        } else {
+            arrives = true;
         }
         __syncwarp(lanes);
     }
     if (static_cast<int>(threadIdx.x % 32) == leader) {
-        block.count = left;
+        if (!late) *const_cast<volatile int*>(&block.count) = left;
+        if (arrives) {                                   // last: whoever passes the barrier finds the queue without what it waited for
+            block.polls = 0;
+            __threadfence();
+            asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" ::"r"(mbarrier) : "memory");
+        }
         unlock(block);
     }
     __syncwarp(lanes);
@@ -203,10 +235,10 @@ __device__ __noinline__ uint32_t emulate_ld(uint32_t address, uint32_t r) {
     for (int i = 0; i < count; ++i) {                    // an accumulator with an MMA under way
         const Mma& mma = block.queue[i];
         if (mma.thread < 0) continue;
-        const uint32_t rows = (mma.idesc >> 24 & 31) * 16, columns = (mma.idesc >> 17 & 63) * 8;
-        const bool in_lanes = rows == 128 || lane % 32 / 16 == mma.d >> 20;
-        if (in_lanes && column >= (mma.d & 0xffff) && column < (mma.d & 0xffff) + columns) return kNan;
+        const bool in_lanes = (mma.idesc >> 24 & 31) == 8 || lane % 32 / 16 == mma.d >> 20;
+        if (in_lanes && in_columns(mma, column)) return kNan;
     }
+    if (*const_cast<volatile uint32_t*>(&block.written[lane % 32 / 16][column]) > block.fenced[threadIdx.x]) return kNan;
     return *const_cast<volatile uint32_t*>(&block.cells[lane * kColumns + column]);
 }
 // An ordinary store of some bytes to shared memory (a shared-window address; stores to other blocks are not followed)
@@ -224,6 +256,11 @@ __device__ __noinline__ void emulate_bulk_copy(uint32_t address, uint32_t bytes)
     Block& block = own_block();
     for (uint32_t at = address & 0x3ffff; at < (address & 0x3ffff) + bytes; at += 4)
         if (at / 4 < kWords) block.notes[at / 4] = 0;
+}
+__device__ __noinline__ void emulate_fence_after() {
+    Block& block = own_block();
+    __threadfence();
+    block.fenced[threadIdx.x] = 1 + atomicAdd(&block.time, 1);
 }
 __device__ __noinline__ void emulate_proxy_fence() {
     Block& block = own_block();

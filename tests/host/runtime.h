@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -23,6 +24,7 @@ using std::max, std::min;
 #define __device__
 #define __host__
 #define __forceinline__ inline
+#define __grid_constant__
 #define __launch_bounds__(...)
 
 struct float2 { float x, y; };
@@ -53,10 +55,30 @@ inline uint32_t take_bf16(float& x, float& y) {
     y -= __uint_as_float(hy);
     return hx >> 16 | hy;
 }
+template <int N> void split_parts(float x, float y, uint32_t (&part)[N]) {
+    for (uint32_t& both : part) {
+        const uint32_t hx = to_bf16(x), hy = to_bf16(y);
+        both = hx | hy << 16;
+        x -= __uint_as_float(hx << 16);
+        y -= __uint_as_float(hy << 16);
+    }
+}
+template <int N> void pack_step(const float (&left)[4], const float (&right)[4], uint32_t (&a)[N][4]) {
+    for (int e = 0; e < 4; ++e) {
+        const float (&from)[4] = e / 2 ? right : left;
+        uint32_t part[N];
+        split_parts(from[e % 2 * 2], from[e % 2 * 2 + 1], part);
+        for (int k = 0; k < N; ++k) a[k][e] = part[k];
+    }
+}
 
 // ---- threads, warps, blocks, clusters
 struct Index { int x; };
-struct Warp { std::barrier<> all{32}; float value[32]; };
+struct Warp {
+    std::barrier<> all{32};
+    float value[32];
+    struct Operands { uint32_t a[4], b[2]; const uint8_t* row; } operands[2][32];      // in turn: one meeting for each use
+};
 struct Block {
     Block(int threads, int bytes) : warps(threads / 32), all(threads), memory(bytes + 2048, 0xff) {
         shared = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 1023) / 1024 * 1024);
@@ -117,6 +139,33 @@ template <int N> void warp_sum(float (&v)[N]) {
     for (int i = 0; i < N; ++i)
         for (int offset = 16; offset; offset /= 2) v[i] += __shfl_xor_sync(~0u, v[i], offset);
 }
+inline const Warp::Operands* exchange(const Warp::Operands& own) {
+    static thread_local int turn = 0;
+    Warp::Operands* const all = own_warp().operands[turn ^= 1];
+    all[threadIdx.x % 32] = own;
+    __syncwarp();
+    return all;
+}
+inline void multiply_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const float (&c)[4]) {
+    const Warp::Operands* const all = exchange({{a[0], a[1], a[2], a[3]}, {b0, b1}, nullptr});
+    const auto part = [](uint32_t word, int k) -> double { return __uint_as_float(k % 2 ? word & 0xffff0000u : word << 16); };
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    for (int e = 0; e < 4; ++e) {
+        double sum = c[e];
+        for (int k = 0; k < 16; ++k)
+            sum += part(all[4 * g + k % 8 / 2].a[e / 2 + k / 8 * 2], k) * part(all[4 * (2 * t + e % 2) + k % 8 / 2].b[k / 8], k);
+        d[e] = static_cast<float>(sum);
+        if (std::fabs(d[e]) > std::fabs(sum)) d[e] = std::nextafter(d[e], 0.0f);       // the accumulator is cut off, not rounded
+    }
+}
+template <bool kTransposed> void load_matrices(uint32_t (&f)[4], const uint8_t* row) {
+    const Warp::Operands* const all = exchange({{}, {}, row});
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const auto entry = [&](int matrix, int i, int j) -> uint32_t { return reinterpret_cast<const uint16_t*>(all[8 * matrix + i].row)[j]; };
+    for (int q = 0; q < 4; ++q)
+        f[q] = kTransposed ? entry(q, 2 * t, g) | entry(q, 2 * t + 1, g) << 16 : entry(q, g, 2 * t) | entry(q, g, 2 * t + 1) << 16;
+    __syncwarp();
+}
 inline float warp_max(float x) {
     for (int offset = 16; offset; offset /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, offset));
     return x;
@@ -151,6 +200,20 @@ inline void load_pair(uint8_t* to, const uint8_t* from, uint64_t* full) {
 inline int count_block(int* counter) { return std::atomic_ref<int>(*counter).fetch_add(1); }
 inline void __stcs(float2* to, float2 x) { *to = x; }
 inline void fence_async_proxy() {}
+struct CUtensorMap { const float* C; int batch, n; };
+constexpr int kBoxBytes = 64 * 16 * sizeof(float);
+inline int box_offset(int row, int column) { return row * 64 + ((4 * column) ^ ((row >> 1 & 3) << 4)); }
+inline void load_box_async(uint8_t* to, const CUtensorMap& map, int column, int row, int matrix, uint64_t* full) {
+    if (threadIdx.x % 32) return;
+    for (int i = 0; i < 64; ++i)
+        for (int j = 0; j < 16; ++j)
+            *reinterpret_cast<float*>(to + box_offset(i, j)) = row + i < map.n && column + j < map.n ? map.C[(static_cast<long>(matrix) * map.n + row + i) * map.n + column + j] : 0;
+    barrier_arrive(full);
+}
+inline void load_box_plain(uint8_t* to, const float* C, int n, int column, int row, long matrix, uint64_t* full) {
+    load_box_async(to, {C, 0, n}, column, row, static_cast<int>(matrix), full);
+    if (threadIdx.x % 32) barrier_arrive(full);
+}
 inline void copy_async_16(void* to, const void* from) { memcpy(to, from, 16); }
 inline void copy_async_4(void* to, const void* from) { memcpy(to, from, 4); }
 inline void copy_async_commit() {}
@@ -160,6 +223,7 @@ template <int N> void copy_async_wait() {}
 struct Launcher {
     const char* error = nullptr;
     int multiprocessors = 1;
+    CUtensorMap box_map(const float* C, int batch, int n) { return {C, batch, n}; }
     template <typename... Args> void operator()(const char*, void (*kernel)(Args...), long blocks, int threads, int bytes, int ranks, Args... args) {
         for (long first = 0; first < blocks && !error; first += ranks) {
             Cluster together;
