@@ -9,6 +9,7 @@ calls; L2 is cleared before each.
 import argparse
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import rich.console
@@ -30,24 +31,28 @@ def shape(text: str) -> tuple[int, int]:
     return int(batch), int(n)
 
 
-def launches(A: torch.Tensor) -> list[tuple[str, float]]:
-    """(kernel, microseconds) of one call's launches, in order."""
-    torch.empty(256 << 20, dtype=torch.uint8, device=A.device).zero_()
+def matrices(batch: int, n: int) -> torch.Tensor:
+    """Random float32 matrices, batch x n x n, the same in every process."""
+    return torch.randn(batch, n, n, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+
+
+def launches(call: Callable[[], object]) -> list[tuple[str, float]]:
+    """(kernel, microseconds) of one call's launches on the current device, in order."""
+    torch.empty(256 << 20, dtype=torch.uint8, device="cuda").zero_()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as record:
-        custom_kernel(A)
+        call()
         torch.cuda.synchronize()
     events = [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA and "_kernel" in e.name and any(k in e.name for k in ("geqr2", "panel", "larfb"))]
     events.sort(key=lambda e: e.time_range.start)
     return [(e.name.removeprefix("void ").split("<")[0].split("(")[0], e.device_time) for e in events]
 
 
-def stages(batch: int, n: int, calls: int) -> dict[str, list[float]]:
+def stages(call: Callable[[], object], calls: int) -> dict[str, list[float]]:
     """Kernel -> microseconds of each of its launches, in order (medians over the calls)."""
-    A = torch.randn(batch, n, n, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
     for _ in range(2):
-        custom_kernel(A)
-    records = [launches(A) for _ in range(calls)]
+        call()
+    records = [launches(call) for _ in range(calls)]
     return {name: [statistics.median(times) for times in zip(*([time for kernel, time in record if kernel == name] for record in records))]
             for name in dict.fromkeys(name for name, _ in records[0])}
 
@@ -67,7 +72,8 @@ def main() -> None:
         if route.backend == "geqrf":
             table.add_row(f"{batch} x {n}", "torch.geqrf")
             continue
-        for i, (name, times) in enumerate(stages(batch, n, options.calls).items()):
+        A = matrices(batch, n)
+        for i, (name, times) in enumerate(stages(lambda: custom_kernel(A), options.calls).items()):
             gbs = tflops = ""
             if name == "larfb_kernel":
                 panels = next(step.panels for step in route.steps if step.panels)
