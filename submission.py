@@ -3023,7 +3023,11 @@ struct Launcher {
         static const auto [encode, found] = [] {
             void* function = nullptr;
             cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
             const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+#else
+            const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
+#endif
             return std::pair(reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function), status == cudaSuccess && result == cudaDriverEntryPointSuccess);
         }();
         CUtensorMap map = {};
