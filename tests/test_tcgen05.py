@@ -24,7 +24,7 @@ SECTIONS = re.split(r"^// -{100,}\n// (.+)\n// -{100,}\n", submission.CUDA_SOURC
 PRODUCT_SOURCE = "".join(text for title, text in zip(SECTIONS[1::2], SECTIONS[2::2]) if re.match("Shared device helpers|Products of", title)) \
     + (EMULATOR / "products.cu").read_text()
 PRODUCTS = {0: "start AB", 1: "exact AtB", 2: "exact AB", 3: "registers AB", 4: "registers ABt", 5: "registers AB twice", 6: "pairs AtB", 7: "pairs AB",
-            8: "two sums at once", 9: "two sums in turn"}
+            8: "two sums at once", 9: "two sums in turn", 10: "registers and pairs"}
 ENTRY = re.compile(r"^\.visible \.entry \w*product_kernel.*?(?=^\.visible |\Z)", re.M | re.S)   # faults go into this kernel
 
 
@@ -134,8 +134,9 @@ if kind == 5:
     want, size = 2 * want, 2 * size
 error = ((out[0, :groups].double() - want).abs() / size).max().item()
 if kind >= 8:
-    b = B.roll(-1, 0)[:groups].double()
-    error = max(error, ((out[1, :groups].double() - a @ b).abs() / (a.abs() @ b.abs())).nan_to_num(1).max().item())
+    right = B.roll(-1, 0)[:groups].double()
+    left = 2 * b.mT if kind == 10 else a
+    error = max(error, ((out[1, :groups].double() - left @ right).abs() / (left.abs() @ right.abs())).nan_to_num(1).max().item())
 print("error", error)
 sys.exit(0 if error < (2 ** -21 if kind in (1, 2) else 2 ** -15) else "wrong result")
 """

@@ -2,7 +2,8 @@
 //
 // One block. Per warpgroup g: A_g and B_g (64 x 64, row-major) -> out[0][g] = A_g B_g. Kinds: 0 start: 256 threads, A_0 over A_1 times
 // B_0; 1, 2 start_exact<kAtB, kAB>; 3, 4 start_registers<kAB, kABt>; 5: 3 twice, the second product added to the first; 6, 7
-// start_pairs<kAtB, kAB>; 8: two sums at once, out[1][g] = A_g B_h, h = (g + 1) % 4; 9: the same, one sum started after the other.
+// start_pairs<kAtB, kAB>; 8: two sums at once, out[1][g] = A_g B_h, h = (g + 1) % 4; 9: the same, one sum started after the other;
+// 10: start_registers and two start_pairs before one wait, out[1][g] = 2 B_g^T B_h.
 template <class Product>
 __global__ void __launch_bounds__(512, 1) product_kernel(int kind, const float* A, const float* B, float* out) {
     extern __shared__ __align__(1024) uint8_t shared[];
@@ -77,6 +78,13 @@ __global__ void __launch_bounds__(512, 1) product_kernel(int kind, const float* 
             product.read_group(f);
             store(out + group * 4096);
             product.finish_group();
+        } else if (kind == 10) {                         // as larfb's first round: the issuing thread fences ten times before the first MMA is done
+            product.template start_registers<Form::kAB, 0, 1>(operand, sB, sA, true);
+            product.template start_pairs<Form::kAtB, 1>(sB, sB + kPairBytes, true);
+            product.template start_pairs<Form::kAtB, 1>(sB, sB + kPairBytes, false);
+            product.finish_group();
+            product.read_group(f);
+            store(out + group * 4096);
         } else {
             for (int turn = 0; turn < (kind == 5 ? 2 : 1); ++turn) {
                 if (kind == 4) product.template start_registers<Form::kABt, 0, 1>(operand, sB, sA, true);

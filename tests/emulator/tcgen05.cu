@@ -18,7 +18,8 @@
 #include <cstdint>
 
 namespace {
-constexpr int kBlocks = 160, kQueue = 512, kFences = 8, kLanes = 128, kColumns = 512, kWords = 232448 / 4;
+// kFences: the issuing thread fences in every kittens::mma; larfb's first round of a pair makes that ten times from operands to wait.
+constexpr int kBlocks = 160, kQueue = 512, kFences = 64, kLanes = 128, kColumns = 512, kWords = 232448 / 4;
 constexpr uint32_t kNan = 0x7fc0dead;
 
 struct Mma {
@@ -49,6 +50,14 @@ __device__ Block& own_block() {
 }
 __device__ void lock(Block& block) { while (atomicCAS(&block.lock, 0, 1)) __nanosleep(20); __threadfence(); }
 __device__ void unlock(Block& block) { __threadfence(); atomicExch(&block.lock, 0); }
+
+// The count last: loads look at the queue without the lock, and what an earlier product left behind it must not count.
+__device__ void append(Block& block, const Mma& mma) {
+    const int at = block.count;
+    block.queue[at] = mma;
+    __threadfence();
+    *const_cast<volatile int*>(&block.count) = at + 1;
+}
 
 __device__ uint32_t row_of(const Mma& mma, int m) {      // the lane of D's row m
     const int rows = (mma.idesc >> 24 & 31) * 16;
@@ -89,10 +98,13 @@ __device__ bool unfenced(const Block& block, uint32_t at, uint32_t issued) {
     const uint64_t note = const_cast<const volatile uint64_t&>(block.notes[at / 4]);
     if (!note) return false;
     const uint32_t thread = (note >> 32) - 1, stored = static_cast<uint32_t>(note);
-    for (int i = 0; i < kFences; ++i) {
-        const uint32_t fence = const_cast<const volatile uint32_t&>(block.fences[thread][i]);
-        if (fence > stored && fence < issued) return false;
+    const uint32_t count = const_cast<const volatile uint32_t&>(block.fence_count[thread]);
+    for (uint32_t i = 1; i <= kFences; ++i) {            // the latest first
+        const uint32_t fence = const_cast<const volatile uint32_t&>(block.fences[thread][(count - i) % kFences]);
+        if (fence <= stored) return true;
+        if (fence < issued) return false;
     }
+    stop("mma: its operands' writer has fenced more often since than the emulator remembers", thread);
     return true;
 }
 __device__ void execute(Block& block, const Mma& mma, unsigned lanes) {   // by the lanes of a warp together
@@ -164,7 +176,7 @@ __device__ __noinline__ void emulate_mma(uint32_t d, uint64_t a, uint64_t b, uin
         if (other.thread < 0 || !same_lanes(mma, other) || !in_columns(other, d & 0xffff, columns)) continue;
         if (other.thread != mma.thread || other.d != d || other.idesc >> 17 != idesc >> 17) stop("mma: another one to these cells is under way", d);
     }
-    block.queue[block.count++] = mma;
+    append(block, mma);
     unlock(block);
 }
 // tcgen05.commit [mbarrier]: covers the thread's MMAs so far
@@ -175,7 +187,7 @@ __device__ __noinline__ void emulate_commit(uint32_t mbarrier) {
     for (int i = 0; i < block.count; ++i)
         if (block.queue[i].thread == static_cast<int>(threadIdx.x) && !block.queue[i].mbarrier) block.queue[i].mbarrier = mbarrier;
     if (block.count == kQueue) stop("commit: more than the emulator's queue holds", block.count);
-    block.queue[block.count++] = {0, 0, 0, 0, 0, -1, mbarrier, 0};          // the arrival itself
+    append(block, {0, 0, 0, 0, 0, -1, mbarrier, 0});     // the arrival itself
     unlock(block);
 }
 static __device__ bool passed(uint32_t mbarrier, uint32_t parity) {
@@ -264,8 +276,10 @@ __device__ __noinline__ void emulate_fence_after() {
 }
 __device__ __noinline__ void emulate_proxy_fence() {
     Block& block = own_block();
-    block.fences[threadIdx.x][block.fence_count[threadIdx.x]++ % kFences] = 1 + atomicAdd(&block.time, 1);
+    const uint32_t count = block.fence_count[threadIdx.x];
+    block.fences[threadIdx.x][count % kFences] = 1 + atomicAdd(&block.time, 1);
     __threadfence();
+    *const_cast<volatile uint32_t*>(&block.fence_count[threadIdx.x]) = count + 1;   // last: others look meanwhile
 }
 
 }
