@@ -118,12 +118,11 @@ def larfb_shape(batch: int, rows: int, panels: int, info: DeviceInfo, backend: s
         while ranks <= min(info.max_cluster, 8, tiles):
             own_tiles = -(-tiles // ranks)
             slots = min(LARFB_SLOTS, own_tiles, ((info.shared_bytes - 1024) // PAIR - fixed) // panels)
-            for per_chunk in range(groups, min(units, 64) + 1):
-                chunks = -(-units // per_chunk)
+            for chunks in dict.fromkeys(-(-units // per_chunk) for per_chunk in range(groups, min(units, 64) + 1)):
                 if units // chunks < groups:                                  # every warpgroup has a unit in the first round
                     continue
                 waves = -(-batch * chunks // info.resident(ranks))
-                rounds = -(-per_chunk // groups)
+                rounds = -(-units // chunks // groups)
                 cycles = waves * (LARFB_START + rounds * (panels * (own_tiles * LARFB_TILE + LARFB_ROUND) + (ranks > 1) * LARFB_MEET))
                 if slots >= min(2, own_tiles) and (best is None or cycles < best[0]):
                     best = cycles, (ranks, chunks, slots, groups)

@@ -1,5 +1,6 @@
 """submission.py without a GPU: arguments, routes, board law, sources for every architecture, each message of a failed build."""
 import array
+import functools
 import os
 import re
 import shutil
@@ -85,15 +86,18 @@ SIZES = [*range(1, 20), 31, 32, 33, 63, 64, 65, 95, 96, 127, 128, 129, 160, 176,
 BATCHES = [1, 2, 3, 7, 8, 20, 40, 60, 132, 133, 640, 4096]
 
 
+@functools.cache
 def instances(launcher: str) -> set[int]:
     """The values of rows_per_lane for which the host driver has an instance of a kernel."""
     return {int(value) for value in re.findall(rf"case (\d+): {launcher}<", submission.CUDA_SOURCE)}
 
 
+@functools.cache
 def source_constant(name: str) -> int:
     return int(re.search(rf"\b{name} = (\d+)[,;]", submission.CUDA_SOURCE)[1])
 
 
+@functools.cache
 def larfb_shared_bytes(panels: int, slots: int, groups: int, staged: bool) -> int:
     """The source's own formula."""
     formula = re.search(r"int larfb_shared_bytes\(int panels, int slots, int groups, bool staged\) \{\s*return (.+?);\s*\}", submission.CUDA_SOURCE)[1]
