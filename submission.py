@@ -51,7 +51,8 @@ BLOCK_ROWS = 512             # rows of a panel that one block keeps in registers
 PAIR = 16 * 1024             # bytes of a 64 x 64 tile in two bf16 parts
 LARFB_GROUPS, LARFB_SLOTS = 2, 8    # at most: warpgroups of a block of the larfb kernel, tiles of V in its shared memory
 # The larfb kernel's cost, in units of about a cycle: a block's start; a tile of 64 rows in both passes over C, by one panel; a round's products with T;
-# a cluster's meeting. With them the route is within 1 % of the best of nine fixed ones on each of five shapes (H200, 2026-12-01, benchmarks/LOG.md).
+# a cluster's meeting. With them the route was within 1 % of the best of nine fixed ones on each of five shapes (H200, 2026-12-01, kernels of entry 18 in
+# benchmarks/LOG.md).
 LARFB_START, LARFB_TILE, LARFB_ROUND, LARFB_MEET = 5000, 2000, 2000, 6000
 BLOCKED_SHARED = 161 * 1024  # bytes of shared memory a block needs beyond 128 rows
 WHOLE, SINGLE, CLUSTER, TALL = range(4)   # kinds of Step, as in the CUDA source's StepKind
@@ -1723,11 +1724,10 @@ __global__ void __launch_bounds__(Geqr2TallShape::kThreads, 1) geqr2_tall_kernel
 //                      bytes after the high ones), B 64 x 64. finish() waits, read(result) fetches; the warp's rows start at row_of_warp()
 //   start_exact(a, b)    a warpgroup's own product of 64 x 64 operands, each high + mid + low (three tiles): all products but
 //                      mid low and low low, as good as float32
-//   start_pairs(a, b, clear)              a warpgroup's own product of two (high, low) pairs, added to the last one's result unless clear
+//   start_pairs<form, sum>(a, b, clear)   a warpgroup's own product of two (high, low) pairs, added to its sum 0 (if not said) unless clear
 //   start_registers<form, first, count>(a, b, stage, clear)   a warpgroup's own products of an Operand A and `count` (high, low) pairs B, one after
 //                      the other in memory, added to its sums first, first + 1 .. unless clear; stage (a pair) unused otherwise until finish_group
-//   finish_group<pending>(), read_group<i>(result)   for these three (sum 0 if not said), all or all but the last `pending` products of parts;
-//                      warp w has rows 16 (w % 4) ...
+//   finish_group(), read_group<i>(result)   for these three (sum 0 if not said); warp w has rows 16 (w % 4) ...
 //   close()              by the whole block, once, when it needs no product any more
 // Forms: kAtB: A given as its transpose. kABt: B as its transpose.
 enum class Form { kAtB, kAB, kABt };
@@ -1761,11 +1761,9 @@ template <int kSums> struct MmaSync {
     __device__ __forceinline__ static int row_of_warp() { return threadIdx.x / 32 * 16; }
     __device__ MmaSync(uint64_t*, uint32_t*) {}
     __device__ __forceinline__ static void load(uint32_t (&f)[4], const uint8_t* tile, int row, int column, bool transposed) {
-        const uint32_t at = smem_address(tile + tile_offset(row, column));
-        if (transposed) asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                                     : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(at) : "memory");
-        else asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                          : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]) : "r"(at) : "memory");
+        const uint8_t* const at = tile + tile_offset(row, column);
+        if (transposed) load_matrices<true>(f, at);
+        else load_matrices<false>(f, at);
     }
     __device__ __forceinline__ static void multiply(float2 (&c)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -1837,7 +1835,7 @@ template <int kSums> struct MmaSync {
             }
     }
     __device__ __forceinline__ void finish() {}
-    template <int kPending = 0> __device__ __forceinline__ void finish_group() {}
+    __device__ __forceinline__ void finish_group() {}
     __device__ __forceinline__ void read(Fragment& f) { f = sums[0]; }
     template <int kSum = 0> __device__ __forceinline__ void read_group(Fragment& f) { f = sums[kSum]; }
     __device__ __forceinline__ void close() {}
@@ -1927,7 +1925,7 @@ template <int kSums> struct Wgmma {
         }
     }
     __device__ __forceinline__ void finish() { kittens::warpgroup::mma_async_wait<0>(); }
-    template <int kPending = 0> __device__ __forceinline__ void finish_group() { kittens::warpgroup::mma_async_wait<kPending>(); }
+    __device__ __forceinline__ void finish_group() { kittens::warpgroup::mma_async_wait<0>(); }
     template <int kSum = 0> __device__ __forceinline__ void read_group(Fragment& f) {
         hold(sums[kSum]);
 #pragma unroll
@@ -2018,7 +2016,7 @@ template <int kSums> struct Tcgen05 {
         }
         stage_is_read = true;
     }
-    template <int kPending = 0> __device__ __forceinline__ void finish_group() {   // of all, whatever may stay pending
+    __device__ __forceinline__ void finish_group() {
         if (threadIdx.x % 128 == 0) kittens::tensor_commit<1>(done[1 + threadIdx.x / 128]);
         kittens::wait(done[1 + threadIdx.x / 128], group_products & 1);
         ++group_products;
@@ -2100,10 +2098,6 @@ struct GramShared {                                                         // b
 // the last step's columns of U^-1 and T. t_pair: T (high, low), or null. False: a guard failed. Whole block; no barrier at the end.
 __device__ __forceinline__ int tile_row() { return threadIdx.x / 32 % 4 * 4 + threadIdx.x % 32 / 8; }   // a warp has 4 x 8 tiles
 __device__ __forceinline__ int tile_column() { return threadIdx.x / 128 * 8 + threadIdx.x % 8; }
-__device__ __forceinline__ void load_tile_row(float (&x)[4], const float* from) {
-    const float4 v = *reinterpret_cast<const float4*>(from);
-    x[0] = v.x; x[1] = v.y; x[2] = v.z; x[3] = v.w;
-}
 __device__ __forceinline__ void store_tile_row(float* to, const float (&x)[4]) { *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]); }
 __device__ __forceinline__ void subtract_product(float (&C)[4][4], const float (&a)[4], const float (&b)[4]) {
 #pragma unroll
@@ -2155,17 +2149,17 @@ __device__ __forceinline__ bool gram_factor(float (&G)[4][4], float (&P)[4][4], 
             for (int k = 0; k < 4; ++k) z[k] = e[k] = c == t + k;
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                load_tile_row(g[k], g_column + 4 * t + 4 * k);
-                load_tile_row(p[k], p_column + 4 * t + 4 * k);
+                load_four(g[k], g_column + 4 * t + 4 * k);
+                load_four(p[k], p_column + 4 * t + 4 * k);
             }
             if (c < t || c >= t + 4) {
-                load_tile_row(x, g_column + 4 * c);
-                load_tile_row(z, p_column + 4 * c);
+                load_four(x, g_column + 4 * c);
+                load_four(z, p_column + 4 * c);
 #pragma unroll
                 for (int k = 0; k < 4; ++k) y[k] = p_row[64 * k + c];
             }
             float u[4] = {};
-            if (c < t) load_tile_row(u, sU + c * kPitch + t);
+            if (c < t) load_four(u, sU + c * kPitch + t);
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const GramStep h = gram_step(g[k][k], p[k][k], good);
@@ -2236,18 +2230,18 @@ __device__ __forceinline__ bool gram_factor(float (&G)[4][4], float (&P)[4][4], 
         if (s < 7 || warp >= 4) {                                           // P and G
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                load_tile_row(v, at_row + (sVt - sR) + k * kPitch);
-                load_tile_row(u, at_column + (sU - sR) + k * kPitch);
-                load_tile_row(left, at_row + k * kPitch);
-                load_tile_row(right, at_column + k * kPitch);
+                load_four(v, at_row + (sVt - sR) + k * kPitch);
+                load_four(u, at_column + (sU - sR) + k * kPitch);
+                load_four(left, at_row + k * kPitch);
+                load_four(right, at_column + k * kPitch);
                 subtract_product(P, v, u);
                 subtract_product(G, left, right);
             }
         } else if (4 * warp + 3 > s) {                                      // the left half of G is finished, and P's upper part of it
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                load_tile_row(v, at_row + (sVt - sR) + k * kPitch);
-                load_tile_row(u, at_column + (sU - sR) + k * kPitch);
+                load_four(v, at_row + (sVt - sR) + k * kPitch);
+                load_four(u, at_column + (sU - sR) + k * kPitch);
                 subtract_product(P, v, u);
             }
         }
@@ -2351,9 +2345,9 @@ __device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product,
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float* const from = src + static_cast<long>(row + i) * p.n + column;
-            if (kAligned) load_tile_row(P[i], from);
+            if (kAligned) load_four(P[i], from);
             else { P[i][0] = from[0]; P[i][1] = from[1]; P[i][2] = from[2]; P[i][3] = from[3]; }
-            load_tile_row(G[i], gram + (row + i) * kPitch + column);
+            load_four(G[i], gram + (row + i) * kPitch + column);
         }
     }
     const bool redo = __syncthreads_or(!gram_factor(G, P, shared, rank == 0 ? p.t + matrix * kPairBytes : nullptr));

@@ -74,10 +74,9 @@ __global__ void __launch_bounds__(512, 1) product_kernel(int kind, const float* 
         if (kind == 9) {
             product.template start_registers<Form::kAB, 0, 1>(operand, sB, sA, true);
             product.template start_registers<Form::kABt, 1, 1>(operand, sB + kPairBytes, sA, true);
-            product.template finish_group<3>();
+            product.finish_group();
             product.read_group(f);
             store(out + group * 4096);
-            product.finish_group();
         } else if (kind == 10) {                         // as larfb's first round: the issuing thread fences ten times before the first MMA is done
             product.template start_registers<Form::kAB, 0, 1>(operand, sB, sA, true);
             product.template start_pairs<Form::kAtB, 1>(sB, sB + kPairBytes, true);

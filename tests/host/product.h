@@ -62,7 +62,7 @@ template <int kSums> struct HostProduct {
         __syncwarp();
     }
     void finish() {}
-    template <int kPending = 0> void finish_group() {}
+    void finish_group() {}
     void read(Fragment& f) { f = results[0]; }
     template <int kSum = 0> void read_group(Fragment& f) { f = results[kSum]; }
     void close() {}
@@ -107,7 +107,7 @@ template <int kSums> struct StagedProduct : HostProduct<kSums> {
         static_for<kCount>([&](auto i) { start_pairs<kForm, kFirst + i>(stage, b + i * kPairBytes, clear); });
         stage_is_read = true;
     }
-    template <int kPending = 0> void finish_group() {
+    void finish_group() {
         group_sync(threadIdx.x / 128);
         for (auto& product : waiting) product();
         waiting.clear();
