@@ -13,7 +13,7 @@ columns, or the last of a larger one, is one launch: panels of 16 columns, a war
 File map
   Route:        plan, plan_for, custom_kernel
   CUDA, shared: split_bf16, take_bf16, warp_sum
-  geqr2:        larfg, geqr2_whole_kernel, geqr2_kernel, geqr2_cluster_kernel, geqr2_tall_kernel, gram_panel (gram_factor)
+  geqr2:        larfg, geqr2_whole_kernel, geqr2_kernel, geqr2_cluster_kernel, geqr2_tall_kernel, gram_panel (gram_factor), pair_kernel
   larft:        larft (gram_panel makes its own T)
   larfb:        MmaSync, Wgmma, Tcgen05 (products of tiles), update_panel (of a pair's second panel), larfb_kernel
   Host driver:  qr_geqrf
@@ -54,6 +54,8 @@ LARFB_GROUPS, LARFB_SLOTS = 2, 8    # at most: warpgroups of a block of the larf
 # a cluster's meeting. With them the route was within 1 % of the best of nine fixed ones on each of five shapes (H200, 2026-12-01, kernels of entry 18 in
 # benchmarks/LOG.md).
 LARFB_START, LARFB_TILE, LARFB_ROUND, LARFB_MEET = 5000, 2000, 2000, 6000
+# A panel's: the chain of its columns, and 128 rows for one block; a launch.
+PANEL_START, PANEL_SLAB, LAUNCH = 40000, 10000, 4000
 BLOCKED_SHARED = 161 * 1024  # bytes of shared memory a block needs beyond 128 rows
 WHOLE, SINGLE, CLUSTER, TALL = range(4)   # kinds of Step, as in the CUDA source's StepKind
 CLUSTER_SIZES = 2, 4, 8, 16
@@ -83,9 +85,10 @@ class Step(NamedTuple):
 
     Column by column a panel's rows are dealt to `ranks` blocks, at most 32 rows_per_lane each (0: any number, kept in memory; whole
     matrices: 4 for every 16 rows); with `gram` the panel kernel tries first, on `panel_ranks` blocks a matrix, and this is for the matrices
-    that it declined. Then `panels` panels (this one, or this and the one before) update what is right of them; 0: the next panel updates
-    itself. Each matrix's rows are dealt to `larfb_ranks` blocks, its columns to `chunks` clusters, with `slots` tiles of V in a
-    block's shared memory and `groups` warpgroups in a block."""
+    that it declined; gram = 2: this and the next panel in one launch. Then `panels` panels (this one, or this and the one before) update what is right of them; 0: the next panel updates
+    itself. Each matrix's rows are dealt to `larfb_ranks` blocks, its columns to `chunks` clusters, with `slots` tiles
+    of V in a block's shared memory and `groups` warpgroups in a block. With `ahead_ranks` the columns of the next panel or pair are updated first,
+    with these four figures, and the rest while that is factored."""
     kind: int
     column: int
     rows_per_lane: int
@@ -97,6 +100,10 @@ class Step(NamedTuple):
     chunks: int = 0
     slots: int = 0
     groups: int = 0
+    ahead_ranks: int = 0
+    ahead_chunks: int = 0
+    ahead_slots: int = 0
+    ahead_groups: int = 0
 
 
 class Plan(NamedTuple):
@@ -106,28 +113,69 @@ class Plan(NamedTuple):
     reason: str = ""
 
 
-def larfb_shape(batch: int, rows: int, panels: int, info: DeviceInfo, backend: str) -> tuple[int, int, int, int]:
-    """(ranks, chunks, slots, groups) of the update by one or two panels, the first of `rows` rows: the cheapest by a count of cycles.
+class Larfb(NamedTuple):
+    """The shape of an update's launch (Step's larfb_ranks, chunks, slots, groups)."""
+    ranks: int
+    chunks: int
+    slots: int
+    groups: int
+
+
+def larfb_shape(batch: int, rows: int, panels: int, units: int, multiprocessors: int, info: DeviceInfo, backend: str) -> tuple[int, Larfb]:
+    """The cheapest update of `units` times 64 columns by one or two panels, the first of `rows` rows, on so many of the multiprocessors:
+    (cycles, shape), by a count of cycles.
 
     A block costs its start, and for each round of its warpgroups the tiles of 64 rows, twice, and the products with T."""
     tiles = -(-rows // PANEL)
-    units = tiles - panels
     best = None
-    for groups in range(1, LARFB_GROUPS + 1):
+    for groups in range(1, min(LARFB_GROUPS, units) + 1):
         fixed = 2 * panels - 1 + groups * (3 if backend == "tcgen05" else 2)
         ranks = 1
         while ranks <= min(info.max_cluster, 8, tiles):
+            resident = max(1, info.resident(ranks) * multiprocessors // info.multiprocessors)
             own_tiles = -(-tiles // ranks)
             slots = min(LARFB_SLOTS, own_tiles, ((info.shared_bytes - 1024) // PAIR - fixed) // panels)
             for chunks in dict.fromkeys(-(-units // per_chunk) for per_chunk in range(groups, min(units, 64) + 1)):
                 if units // chunks < groups:                                  # every warpgroup has a unit in the first round
                     continue
-                waves = -(-batch * chunks // info.resident(ranks))
+                waves = -(-batch * chunks // resident)
                 rounds = -(-units // chunks // groups)
                 cycles = waves * (LARFB_START + rounds * (panels * (own_tiles * LARFB_TILE + LARFB_ROUND) + (ranks > 1) * LARFB_MEET))
                 if slots >= min(2, own_tiles) and (best is None or cycles < best[0]):
-                    best = cycles, (ranks, chunks, slots, groups)
+                    best = cycles, Larfb(ranks, chunks, slots, groups)
             ranks *= 2
+    return best
+
+
+def panel_ranks(batch: int, rows: int, info: DeviceInfo) -> int:
+    """Blocks that share a matrix's panel of so many rows: as many as have rows, without leaving one without a multiprocessor."""
+    ranks = 1
+    while 2 * ranks <= info.max_cluster and batch <= info.resident(2 * ranks) and rows > 64 * (2 * ranks - 1):
+        ranks *= 2
+    return ranks
+
+
+def update(batch: int, rows: int, panels: int, coming: int, info: DeviceInfo, backend: str) -> tuple[Larfb, Larfb | None, int]:
+    """(shape, shape of what goes ahead, ranks of the panels that come next) of the update by one or two panels, the first of `rows` rows,
+    where `coming` panels follow as a pair or alone.
+
+    Ahead are the columns of the panels to come, where factoring these beside the rest of the update costs less than after all of it."""
+    units, below = -(-rows // PANEL) - panels, rows - panels * PANEL
+    cycles, shape = larfb_shape(batch, rows, panels, units, info.multiprocessors, info, backend)
+    if not coming:
+        return shape, None, 0
+    most = ranks = panel_ranks(batch, below, info)
+
+    def factoring() -> int:
+        return coming * (PANEL_START + -(-below // (2 * PANEL * ranks)) * PANEL_SLAB)
+    best = cycles + factoring(), (shape, None, most)
+    while info.capability >= (9, 0) and ranks:
+        free = info.multiprocessors - batch * ranks
+        if free > 0:
+            first, ahead = larfb_shape(batch, rows, panels, coming, info.multiprocessors, info, backend)
+            cycles, shape = larfb_shape(batch, rows, panels, units - coming, free, info, backend)
+            best = min(best, (first + LAUNCH + max(factoring(), cycles), (shape, ahead, ranks)), key=lambda choice: choice[0])
+        ranks //= 2
     return best[1]
 
 
@@ -144,15 +192,16 @@ def plan(batch: int, n: int, info: DeviceInfo, backend: str) -> Plan:
 
     steps, column, panels = [], 0, 0
     last = MANY_LIMIT if batch > info.multiprocessors and n > WHOLE_LIMIT else WHOLE_LIMIT
+    together = panel_ranks(batch, n, info)                                   # blocks of a matrix that factor a pair
     while n - column > last:
-        rows, ranks, panel_ranks = n - column, 1, 1
-        while 2 * panel_ranks <= info.max_cluster and batch <= info.resident(2 * panel_ranks) and rows > 64 * (2 * panel_ranks - 1):
-            panel_ranks *= 2
+        rows, ranks = n - column, 1
         panels += 1                                                          # not yet applied to what is right of them
-        follow = (1, panel_ranks, 0)
-        if panels == 2 or n - column - PANEL <= last:
-            follow = (1, panel_ranks, panels, *larfb_shape(batch, rows + (panels - 1) * PANEL, panels, info, backend))
-            panels = 0
+        coming = min(2, -(-max(0, rows - PANEL - last) // PANEL))
+        follow = (1 + (panels == 1 and coming > 0 and batch * together <= info.multiprocessors), together, 0)
+        if panels == 2 or not coming:
+            shape, ahead, after = update(batch, rows + (panels - 1) * PANEL, panels, coming, info, backend)
+            follow = (1, together, panels, *shape, *(ahead or ()))
+            panels, together = 0, after
         while rows > BLOCK_ROWS * ranks and ranks < info.max_cluster:
             ranks *= 2
         if rows > BLOCK_ROWS * ranks:
@@ -168,7 +217,7 @@ def plan(batch: int, n: int, info: DeviceInfo, backend: str) -> Plan:
             steps.append(Step(CLUSTER, column, rows_per_lane, ranks, *follow))
         column += PANEL
     steps.append(Step(WHOLE, column, 4 * -(-(n - column) // 16), 1))
-    blocks = batch * max(max(step.ranks, step.panel_ranks, step.larfb_ranks * step.chunks) for step in steps)
+    blocks = batch * max(max(step.ranks, step.panel_ranks, step.larfb_ranks * step.chunks, step.ahead_ranks * step.ahead_chunks) for step in steps)
     if blocks > MAX_BLOCKS:
         return Plan("geqrf", (), f"batch = {batch} needs {blocks} blocks, one launch has at most {MAX_BLOCKS}")
     return Plan(backend, tuple(steps))
@@ -337,6 +386,20 @@ __device__ __forceinline__ void load_box_plain(uint8_t* to, const float* src, in
 __device__ __forceinline__ void fence_async_proxy() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// Ordinary stores to memory, before bulk copies of blocks that are met afterwards may see them.
+__device__ __forceinline__ void fence_async_proxy_global() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
+
+// The next kernel may start beside this one, if it was launched so (Launcher::beside).
+__device__ __forceinline__ void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
@@ -2282,8 +2345,9 @@ __device__ __forceinline__ const float* sum_fragments(const float2 (&sum)[8][2],
     return total;
 }
 
+// False: declined, and the panel is as it was.
 template <bool kAligned, class Product>
-__device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product, uint8_t* shared, long matrix, uint32_t rank, uint32_t ranks) {
+__device__ __forceinline__ bool gram_panel(const PanelArgs& p, Product& product, uint8_t* shared, long matrix, uint32_t rank, uint32_t ranks) {
     using S = GramShared;
     const auto matrix_at = [&](int offset) { return reinterpret_cast<float*>(shared + offset); };
     const float* const sR = matrix_at(S::kR);
@@ -2352,7 +2416,7 @@ __device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product,
     }
     const bool redo = __syncthreads_or(!gram_factor(G, P, shared, rank == 0 ? p.t + matrix * kPairBytes : nullptr));
     if (rank == 0 && tid == 0) p.redo[matrix] = redo;
-    if (redo) return;
+    if (redo) return false;
 
     // V = P U^-1, 128 rows at a time; the first 64 rows are R and V_top.
     uint8_t* const sA = shared;
@@ -2439,10 +2503,11 @@ __device__ __forceinline__ void gram_panel(const PanelArgs& p, Product& product,
         for (uint32_t q = 0; q < ranks; ++q) total += mail[q * 64 + tid];
         p.tau[matrix * p.n + p.col + tid] = 2.0f / total;
     }
+    return true;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// A panel: the update by the panel before it, then its Gram factorization
+// A panel or a pair: for the second, the update by the first; the Gram factorization
 // ---------------------------------------------------------------------------------------------------------------------
 // The second panel of a pair is updated here, by the same blocks that factor it, tile after tile of 64 rows, each warpgroup its own:
 //   W = V^T C over all tiles, summed over warpgroups and ranks;   Y = T^T W;   C -= V Y
@@ -2599,20 +2664,56 @@ __device__ __forceinline__ void update_panel(const PanelUpdate& p, int n, Produc
 }
 
 constexpr int kPanelSharedBytes = GramShared::kBytes + 128;
-// kBlocks: of them on a multiprocessor. Two hide each other's waiting, one has the registers it wants.
-template <class Product, bool kAligned, int kBlocks>
-__global__ void __launch_bounds__(kThreads, kBlocks) panel_kernel(const PanelUpdate update, const PanelArgs p) {
-    extern __shared__ __align__(1024) uint8_t shared[];
-    uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + GramShared::kBytes);
-    Product product(barriers, reinterpret_cast<uint32_t*>(barriers + 6));
-    uint32_t rank = 0, ranks = 1;
+__device__ __forceinline__ void cluster_place(uint32_t& rank, uint32_t& ranks) {
+    rank = 0;
+    ranks = 1;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
 #endif
+}
+// todo: per matrix, whether there is anything to do; null: for all. kBlocks: of them on a multiprocessor. Two hide each other's waiting,
+// one has the registers it wants.
+template <class Product, bool kAligned, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks) panel_kernel(const PanelUpdate update, const PanelArgs p, const int* todo) {
+    extern __shared__ __align__(1024) uint8_t shared[];
+    allow_next_kernel();
+    uint32_t rank, ranks;
+    cluster_place(rank, ranks);
     const long matrix = blockIdx.x / ranks;
+    if (todo && !todo[matrix]) return;
+    uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + GramShared::kBytes);
+    Product product(barriers, reinterpret_cast<uint32_t*>(barriers + 6));
     if (update.v_tiles) update_panel<kAligned>(update, p.n, product, shared, barriers + 7, matrix, rank, ranks);
     if (p.redo) gram_panel<kAligned>(p, product, shared, matrix, rank, ranks);
+    product.close();
+}
+
+// Both panels of a pair. Where the first is declined the second is left to a panel kernel, with the first's `redo` as its `todo`.
+struct PanelPair { PanelArgs panel[2]; PanelUpdate update; };
+template <class Product, bool kAligned>
+__global__ void __launch_bounds__(kThreads, 1) pair_kernel(const __grid_constant__ PanelPair pair) {
+    extern __shared__ __align__(1024) uint8_t shared[];
+    allow_next_kernel();
+    uint32_t rank, ranks;
+    cluster_place(rank, ranks);
+    const long matrix = blockIdx.x / ranks;
+    uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + GramShared::kBytes);
+    Product product(barriers, reinterpret_cast<uint32_t*>(barriers + 6));
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+        if (i) {                                                            // V and T of the first are in memory, and come back by copies
+            fence_async_proxy_global();
+            fence_async_proxy();
+            if (ranks > 1) cluster_sync();
+            else __syncthreads();
+            update_panel<kAligned>(pair.update, pair.panel[0].n, product, shared, barriers + 7, matrix, rank, ranks);
+        }
+        if (!gram_panel<kAligned>(pair.panel[i], product, shared, matrix, rank, ranks)) {
+            if (!i && rank == 0 && threadIdx.x == 0) pair.panel[1].redo[matrix] = 0;
+            break;
+        }
+    }
     product.close();
 }
 
@@ -2637,7 +2738,7 @@ struct LarfbArgs {
     float* dst;
     const uint8_t* v_tiles[2];     // of the panel at `col` and of the one right of it
     const uint8_t* t[2];
-    int n, col, row_blocks, units, chunks, slots, ranks;      // chunks: clusters of `ranks` blocks that share a matrix's units
+    int n, col, row_blocks, first, units, chunks, slots, ranks;   // first column of the units; chunks: clusters of `ranks` blocks that share a matrix's units
 };
 constexpr int kLarfbGroups = 2, kLarfbSlots = 8;              // at most: warpgroups of a block, tiles of V in its shared memory
 constexpr int larfb_shared_bytes(int panels, int slots, int groups, bool staged) {
@@ -2703,7 +2804,7 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __gr
 #pragma unroll
         for (int i = 0; i < kPanels; ++i) load_pair(sT(i), p.t[i] + static_cast<long>(matrix) * kPairBytes, t_full());
     }
-    const auto column_of = [&](int u) { return p.col + kPanels * kPanelWidth + 64 * u + warp % 4 * 16; };   // the warp's first one of unit u
+    const auto column_of = [&](int u) { return p.first + 64 * u + warp % 4 * 16; };      // the warp's first one of unit u
     const auto load_box = [&](int u, int t) {                               // tile t's; a warp's
         const int column = column_of(u), row = row0 + 64 * t;
         if constexpr (kBoxes) load_box_async(box_at(t), map, column, row, matrix, loaded(t % 2));
@@ -2968,7 +3069,7 @@ template <int kSums> using Products = Tcgen05<kSums>;
 #else
 template <int kSums> using Products = MmaSync<kSums>;
 #endif
-constexpr int kStepInts = 11;
+constexpr int kStepInts = 15, kPair = 2;
 enum StepKind { kWhole = 0, kPanel = 1, kClusterPanel = 2, kTallPanel = 3 };
 
 namespace {
@@ -2977,6 +3078,7 @@ thread_local char error_text[256];
 struct Launcher {
     const char* error = nullptr;
     int shared_limit = 0, multiprocessors = 0;
+    bool beside = false;   // the next kernel may start before the one before it has ended
     Launcher() {
         int device = 0;
         if (cudaGetDevice(&device) != cudaSuccess || cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess
@@ -2991,19 +3093,27 @@ struct Launcher {
         if (status == cudaSuccess && ranks > 8) status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
         if (status == cudaSuccess) {
             cudaLaunchConfig_t config = {};
-            cudaLaunchAttribute attribute = {};
+            cudaLaunchAttribute attributes[2] = {};
             config.gridDim = dim3(static_cast<unsigned>(blocks));
             config.blockDim = dim3(threads);
             config.dynamicSmemBytes = smem_bytes;
+            config.attrs = attributes;
             if (ranks > 1) {
+                cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
                 attribute.id = cudaLaunchAttributeClusterDimension;
                 attribute.val.clusterDim.x = ranks;
                 attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-                config.attrs = &attribute;
-                config.numAttrs = 1;
+            }
+            if (beside) {
+                // Programmatic dependent launch, on the same queue: it starts once every block of the kernel before has come to
+                // allow_next_kernel, and what is launched next waits for both. By number, since the board refuses its name.
+                cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+                attribute.id = static_cast<cudaLaunchAttributeID>(6);
+                *reinterpret_cast<int*>(&attribute.val) = 1;
             }
             status = cudaLaunchKernelEx(&config, kernel, args...);
         }
+        beside = false;
         if (status != cudaSuccess) {
             cudaGetLastError();                                             // a refused launch must not poison the next call
             snprintf(error_text, sizeof error_text, "%s: %ld blocks of %d threads, %d bytes of shared memory, clusters of %d: %s",
@@ -3047,10 +3157,13 @@ template <int R> void geqr2_cluster(Launcher& launch, const PanelArgs& p, int ba
     using Shape = Geqr2ClusterShape<R>;
     launch("geqr2_cluster_kernel", geqr2_cluster_kernel<R>, static_cast<long>(batch) * ranks, Shape::kThreads, Shape::kSmemBytes, ranks, p);
 }
-void panel(Launcher& launch, const PanelUpdate& update, const PanelArgs& p, int batch, int ranks) {
+void panel(Launcher& launch, const PanelUpdate& update, const PanelArgs& p, const int* todo, int batch, int ranks) {
     const long blocks = static_cast<long>(batch) * ranks;
     launch("panel_kernel", p.n % 4 ? panel_kernel<Products<2>, false, 1> : blocks > launch.multiprocessors ? panel_kernel<Products<2>, true, 2> : panel_kernel<Products<2>, true, 1>,
-           blocks, kThreads, kPanelSharedBytes, ranks, update, p);
+           blocks, kThreads, kPanelSharedBytes, ranks, update, p, todo);
+}
+void pair(Launcher& launch, const PanelPair& p, int batch, int ranks) {
+    launch("pair_kernel", p.panel[0].n % 4 ? pair_kernel<Products<2>, false> : pair_kernel<Products<2>, true>, static_cast<long>(batch) * ranks, kThreads, kPanelSharedBytes, ranks, p);
 }
 template <int kPanels> void larfb(Launcher& launch, const LarfbArgs& p, int batch, int groups) {
     using Product = Products<kPanels + 1>;
@@ -3064,21 +3177,30 @@ void larfb(Launcher& launch, const LarfbArgs& p, int batch, int panels, int grou
 }
 }  // namespace
 
-// Factors A (batch x n x n, row-major) into H and tau. steps: count x (kind, first column, R and ranks of the column-by-column kernel; whether
-// it is for declined matrices only, ranks of the panel kernel; panels whose update follows, its ranks, chunks, slots, warpgroups), in order of columns.
-// A step after one with no update to follow updates its panel itself.
-// work: qr_work_bytes(batch, n) bytes, 128-byte aligned; unused when the only step is kWhole. Returns null or an error text.
+// Sets of V tiles and T that panels take by turns: two, or four where panels are factored while those before them are still being applied.
+static int work_sets(const int* steps, int count) {
+    for (int i = 0; i < count; ++i)
+        if (steps[i * kStepInts + 11]) return 4;
+    return 2;
+}
+static long set_bytes(int batch, int n) { return static_cast<long>(batch) * ((n + 63) / 64 + 1) * kPairBytes; }
+
+// Factors A (batch x n x n, row-major) into H and tau. steps: count x (kind, first column, R and ranks of the column-by-column kernel; 0 or, if
+// that is for declined matrices only, 1 or, together with the next panel, kPair, and ranks of the panel kernel; panels whose update follows, its ranks, chunks, slots, warpgroups; the same four of
+// the part of it that goes ahead), in order of columns. A step after one with no update to follow updates its panel itself.
+// work: qr_work_bytes(batch, n, steps, count) bytes, 128-byte aligned; unused when the only step is kWhole. Returns null or an error text.
 extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work, int batch, int n, const int* steps, int count) {
     Launcher launch;
-    // Panels take turns with two sets of V tiles and T.
-    const long v_bytes = static_cast<long>(batch) * ((n + 63) / 64) * kPairBytes, t_bytes = static_cast<long>(batch) * kPairBytes;
     uint8_t* const base = static_cast<uint8_t*>(work);
-    int* const redo = reinterpret_cast<int*>(base + 2 * (v_bytes + t_bytes));
+    const int sets = work_sets(steps, count);
+    int* const redo = reinterpret_cast<int*>(base + sets * set_bytes(batch, n));
     const auto panel_at = [&](int i) {
         const int* const values = steps + i * kStepInts;
-        uint8_t* const set = base + i % 2 * (v_bytes + t_bytes);
-        return PanelArgs{values[1] ? H : A, H, tau, set + t_bytes, set, values[4] ? redo : nullptr, n, values[1], (n - values[1] + 63) / 64};
+        uint8_t* const set = base + i % sets * set_bytes(batch, n);
+        return PanelArgs{values[1] ? H : A, H, tau, set + static_cast<long>(batch) * kPairBytes, set, values[4] ? redo + i % 2 * static_cast<long>(batch) : nullptr,
+                         n, values[1], (n - values[1] + 63) / 64};
     };
+    struct { LarfbArgs args; int panels, groups = 0; } rest;               // of an update, launched beside the panel kernel that follows
     for (int i = 0; i < count && !launch.error; ++i) {
         const int *const values = steps + i * kStepInts, kind = values[0], R = values[2], ranks = values[3];
         const PanelArgs p = panel_at(i);
@@ -3100,14 +3222,18 @@ extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work
             }
             continue;
         }
-        const bool updated = i && !values[6 - kStepInts];                   // the panel before left its update to this one
-        PanelUpdate update = {};
+        const auto by = [&](const PanelArgs& v) { return PanelUpdate{v.src, H, v.v_tiles, v.t, v.col, v.row_blocks}; };
+        const bool first = values[4] == kPair, second = i && !values[6 - kStepInts], done = i && values[4 - kStepInts] == kPair;
         PanelArgs before = p;
-        if (updated) {
-            before = panel_at(i - 1);
-            update = {before.src, H, before.v_tiles, before.t, before.col, before.row_blocks};
+        if (second) before = panel_at(i - 1);
+        const PanelUpdate by_first = {before.src, H, before.v_tiles, before.t, before.col, before.row_blocks};
+        if (first) pair(launch, {{p, panel_at(i + 1)}, by_first}, batch, values[5]);
+        else if (second || p.redo) panel(launch, second ? by_first : PanelUpdate{}, p, done ? before.redo : nullptr, batch, values[5]);
+        if (rest.groups) {
+            launch.beside = true;
+            larfb(launch, rest.args, batch, rest.panels, rest.groups);
+            rest.groups = 0;
         }
-        if (updated || p.redo) panel(launch, update, p, batch, values[5]);
         if (kind == kPanel) {
             switch (R) {
                 case 8: geqr2<8, 8, 8>(launch, p, batch); break;
@@ -3125,14 +3251,26 @@ extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work
                 default: return "qr_geqrf: no cluster kernel for this number of rows";
             }
         }
-        if (values[6] == 2)
-            larfb(launch, {before.src, H, {before.v_tiles, p.v_tiles}, {before.t, p.t}, n, before.col, before.row_blocks, p.row_blocks - 1, values[8], values[9], values[7]}, batch, 2, values[10]);
-        if (values[6] == 1)
-            larfb(launch, {p.src, H, {p.v_tiles}, {p.t}, n, p.col, p.row_blocks, p.row_blocks - 1, values[8], values[9], values[7]}, batch, 1, values[10]);
+        if (!values[6]) continue;
+        const int column = p.col + kPanelWidth, units = p.row_blocks - 1, panels = values[6];
+        const auto larfb_args = [&](int from, int units, const int* shape) {
+            return LarfbArgs{before.src, H, {before.v_tiles, p.v_tiles}, {before.t, p.t}, n, before.col, before.row_blocks, from, units, shape[1], shape[2], shape[0]};
+        };
+        if (values[11]) {
+            const int ahead = values[6 + kStepInts] ? 1 : 2;                // panels that come next
+            larfb(launch, larfb_args(column, ahead, values + 11), batch, panels, values[14]);
+            rest.args = larfb_args(column + ahead * kPanelWidth, units - ahead, values + 7);
+            rest.panels = panels;
+            rest.groups = values[10];
+        } else {
+            larfb(launch, larfb_args(column, units, values + 7), batch, panels, values[10]);
+        }
     }
     return launch.error;
 }
-extern "C" long qr_work_bytes(int batch, int n) { return 2l * batch * ((n + 63) / 64 + 1) * kPairBytes + batch * static_cast<long>(sizeof(int)); }
+extern "C" long qr_work_bytes(int batch, int n, const int* steps, int count) {
+    return work_sets(steps, count) * set_bytes(batch, n) + 2l * batch * static_cast<long>(sizeof(int));
+}
 
 // How many clusters of `ranks` blocks the current device holds at once, each block with a multiprocessor to itself; 0 if none.
 extern "C" int qr_resident_clusters(int ranks) {
@@ -3170,30 +3308,31 @@ CPP_SOURCE = r"""
 #include <algorithm>
 
 extern "C" const char* qr_geqrf(const float*, float*, float*, void*, int, int, const int*, int);
-extern "C" long qr_work_bytes(int, int);
+extern "C" long qr_work_bytes(int, int, const int*, int);
 extern "C" int qr_resident_clusters(int);
 
 // A: batch x n x n, float32, CUDA, contiguous; steps: the plan's, flattened to 32-bit integers. Returns H, tau. Work space from torch's allocator:
-// 512 bytes a row of A and 32 KiB a matrix, but at most a quarter of A and 64 MiB; where that is less than all need, they go in several parts.
+// 512 bytes a row of A and 32 KiB a matrix, twice that where panels are factored beside updates, but at most a quarter of A and 64 MiB; where
+// that is less than all need, they go in several parts.
 std::tuple<at::Tensor, at::Tensor> geqrf(const at::Tensor& A, const pybind11::bytes& steps) {
     const c10::DeviceGuard guard(A.device());
     const auto options = A.options().requires_grad(false);
-    const int batch = A.size(0), n = A.size(1), count = PYBIND11_BYTES_SIZE(steps.ptr()) / (11 * sizeof(int));
+    const int batch = A.size(0), n = A.size(1), count = PYBIND11_BYTES_SIZE(steps.ptr()) / (15 * sizeof(int));
+    const int* const values = reinterpret_cast<const int*>(PYBIND11_BYTES_AS_STRING(steps.ptr()));
     // The kernels load 16 bytes at a time; a view may start anywhere.
     const at::Tensor aligned = reinterpret_cast<uintptr_t>(A.const_data_ptr()) % 16 ? A.clone() : A;
     at::Tensor H = at::empty(A.sizes(), options), tau = at::empty({batch, n}, options), work;
     int part = batch;
     if (count > 1) {
         const long limit = A.numel() + (64l << 20);                         // in bytes: a quarter of 4 A.numel(), and 64 MiB
-        const long parts = (qr_work_bytes(batch, n) + limit - 1) / limit;
+        const long parts = (qr_work_bytes(batch, n, values, count) + limit - 1) / limit;
         part = (batch + parts - 1) / parts;
-        work = at::empty({qr_work_bytes(part, n)}, options.dtype(at::kByte));
+        work = at::empty({qr_work_bytes(part, n, values, count)}, options.dtype(at::kByte));
     }
     const long square = static_cast<long>(n) * n;
     for (long first = 0; first < batch; first += part) {
         const char* error = qr_geqrf(aligned.const_data_ptr<float>() + first * square, H.mutable_data_ptr<float>() + first * square, tau.mutable_data_ptr<float>() + first * n,
-                                     count > 1 ? work.mutable_data_ptr() : nullptr, std::min<long>(part, batch - first), n,
-                                     reinterpret_cast<const int*>(PYBIND11_BYTES_AS_STRING(steps.ptr())), count);
+                                     count > 1 ? work.mutable_data_ptr() : nullptr, std::min<long>(part, batch - first), n, values, count);
         TORCH_CHECK(!error, error);
     }
     return {H, tau};

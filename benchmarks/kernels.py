@@ -24,7 +24,7 @@ MOST_BYTES = 8 << 30         # of A
 def first_panels(batch: int, rows: int, choice: Choice) -> tuple[Step, Step]:
     """The first two panels of `batch` matrices of `rows` rows as `plan` would have them, without updates; the last block where there is no second."""
     panels = plan(batch, rows, choice.info, choice.name).steps[:-1] or (Step(SINGLE, 0, 8, 1, 1, 1),)
-    alone = [step._replace(panels=0, larfb_ranks=0, chunks=0, slots=0, groups=0) for step in panels]
+    alone = [Step(*step[:6]) for step in panels]
     return alone[0], alone[1] if len(alone) > 1 else Step(WHOLE, PANEL, 4 * -(-(rows - PANEL) // 16), 1)
 
 
@@ -34,8 +34,8 @@ def updating(batch: int, rows: int, width: int, choice: Choice) -> tuple[Step, S
     last = width // PANEL - 1
     if rows <= width or steps[last].kind == WHOLE:
         return None
-    shape = larfb_shape(batch, rows, last + 1, choice.info, choice.name)
-    steps[last] = steps[last]._replace(panels=last + 1, **dict(zip(("larfb_ranks", "chunks", "slots", "groups"), shape)))
+    _, shape = larfb_shape(batch, rows, last + 1, -(-rows // PANEL) - last - 1, choice.info.multiprocessors, choice.info, choice.name)
+    steps[last] = Step(*steps[last][:6], last + 1, *shape)
     return tuple(steps)
 
 
@@ -65,9 +65,10 @@ def main() -> None:
         updates.add_column(name, justify="right")
     for rows in options.rows or ROWS:
         for batch in (1, choice.info.multiprocessors):
-            times = run(matrices(batch, rows), first_panels(batch, rows, choice), choice, options.calls)["panel_kernel"]
-            for width in (PANEL, 2 * PANEL)[:len(times)]:
-                us = sum(times[:width // PANEL])
+            A, (first, second) = matrices(batch, rows), first_panels(batch, rows, choice)
+            for width, steps in ((PANEL, (first._replace(gram=1),)), (2 * PANEL, (first, second)))[:1 + (second.kind != WHOLE)]:
+                times = run(A, steps, choice, options.calls)
+                us = sum(times.get("pair_kernel", times["panel_kernel"]))
                 panels.add_row(str(rows), str(batch), str(width), f"{us:.1f}", f"{us / width:.2f}")
         for batch in BATCHES:
             if 4 * batch * rows * rows > MOST_BYTES:

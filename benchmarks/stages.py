@@ -43,7 +43,7 @@ def launches(call: Callable[[], object]) -> list[tuple[str, float]]:
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as record:
         call()
         torch.cuda.synchronize()
-    events = [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA and "_kernel" in e.name and any(k in e.name for k in ("geqr2", "panel", "larfb"))]
+    events = [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA and "_kernel" in e.name and any(k in e.name for k in ("geqr2", "panel", "pair", "larfb"))]
     events.sort(key=lambda e: e.time_range.start)
     return [(e.name.removeprefix("void ").split("<")[0].split("(")[0], e.device_time) for e in events]
 

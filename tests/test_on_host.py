@@ -79,7 +79,7 @@ def factor(library, A, route):
     batch, n, _ = A.shape
     A = A.contiguous()
     H, tau = torch.full_like(A, float("nan")), torch.full((batch, n), float("nan"))
-    work = torch.full((library.qr_work_bytes(batch, n) + 128,), 255, dtype=torch.uint8)
+    work = torch.full((library.qr_work_bytes(batch, n, submission._flat(route), len(route.steps)) + 128,), 255, dtype=torch.uint8)
 
     def pointer(tensor):
         return ctypes.c_void_p((tensor.data_ptr() + 127) // 128 * 128 if tensor is work else tensor.data_ptr())
@@ -152,6 +152,18 @@ def test_every_shape_of_the_update(library, n):
                                                           chunks=min(chunks, s.chunks), slots=slots, groups=groups) for s in route.steps]
             return route._replace(steps=tuple(steps))
         check(library, 2 if ranks < 4 else 1, n, "dense", SMALL._replace(multiprocessors=1000), change)
+
+
+@pytest.mark.parametrize("ranks, case", [(2, "dense"), (1, "mixed"), (1, "nearcollinear"), (1, "rankdef")])
+def test_pairs_beside_updates(library, ranks, case):
+    """Two panels in one launch, the columns of the next ones updated before the rest, and what becomes of declined panels."""
+    def change(route):
+        steps = [s if not s.panels or route.steps[i + 1].kind == WHOLE else
+                 s._replace(**dict(zip(("larfb_ranks", "chunks", "slots", "groups", "ahead_ranks", "ahead_chunks", "ahead_slots", "ahead_groups"), (ranks, 1, 3, 1, 1, 1, 2, 1))))
+                 for i, s in enumerate(s._replace(panel_ranks=ranks) for s in route.steps)]
+        assert [s.gram for s in steps] == [2, 1, 2, 1, 1, 0] and sum(s.ahead_ranks > 0 for s in steps) == 2
+        return route._replace(steps=tuple(steps))
+    check(library, 1, 450, case, SMALL._replace(multiprocessors=2), change)
 
 
 @pytest.mark.parametrize("kind, case", [(SINGLE, "mixed"), (SINGLE, "upper"), (TALL, "mixed"), (TALL, "upper")])

@@ -105,12 +105,13 @@ def larfb_shared_bytes(panels: int, slots: int, groups: int, staged: bool) -> in
     return eval(formula, {"kPairBytes": 2 * 64 * 64 * 2, "panels": panels, "slots": slots, "groups": groups, "staged": staged})
 
 
-def check_larfb(shape: tuple[int, int, int, int], rows: int, panels: int, info: DeviceInfo, backend: str):
+def check_larfb(shape: tuple[int, int, int, int], rows: int, panels: int, units: int, info: DeviceInfo, backend: str):
     """The launch exists, each block has rows, each warpgroup columns in its first round, and V's tiles two slots or one each."""
     ranks, chunks, slots, groups = shape
     tiles = -(-rows // 64)
+    assert 1 <= units <= tiles - panels
     assert ranks in (1, 2, 4, 8, 16) and ranks <= info.max_cluster and ranks <= tiles and info.resident(ranks) > 0
-    assert 1 <= chunks <= tiles - panels and 1 <= groups <= source_constant("kLarfbGroups") and groups <= (tiles - panels) // chunks
+    assert 1 <= chunks <= units and 1 <= groups <= source_constant("kLarfbGroups") and groups <= units // chunks
     assert 1 <= slots <= source_constant("kLarfbSlots") and min(2, -(-tiles // ranks)) <= slots <= -(-tiles // ranks)
     assert larfb_shared_bytes(panels, slots, groups, backend == "tcgen05") <= info.shared_bytes
 
@@ -122,13 +123,13 @@ def check_route(route: Plan, batch: int, n: int, info: DeviceInfo, backend: str)
     assert [step.column for step in route.steps] == list(range(0, PANEL * len(route.steps), PANEL))
     assert last.kind == WHOLE and 0 < n - last.column <= submission.WHOLE_LIMIT and 4 * last.rows_per_lane >= n - last.column > 4 * last.rows_per_lane - 16
     assert last.rows_per_lane in instances("geqr2_whole")
-    assert last[3:] == (1, 0, 0, 0, 0, 0, 0, 0), "nothing right of it to update"
+    assert last == submission.Step(WHOLE, last.column, last.rows_per_lane, 1), "nothing right of it to update"
     assert not panels or n > submission.WHOLE_LIMIT, "a matrix that fits one block is one launch"
     waiting = []                                                          # panels not yet applied to what is right of the newest
-    for step in panels:
+    for i, step in enumerate(panels):
         rows = n - step.column
         assert rows > PANEL, "a panel has 64 columns and something right of it"
-        assert step.gram == 1 and step.panel_ranks in (1, 2, 4, 8, 16) and step.panel_ranks <= min(info.max_cluster, -(-rows // 64))
+        assert step.gram == 1 + (not step.panels and batch * step.panel_ranks <= info.multiprocessors) and step.panel_ranks in (1, 2, 4, 8, 16) and step.panel_ranks <= min(info.max_cluster, -(-rows // 64) + len(waiting))
         assert step.panel_ranks == 1 or batch <= info.resident(step.panel_ranks)
         assert 1 <= step.ranks <= info.max_cluster and step.ranks & (step.ranks - 1) == 0
         if step.kind == TALL:
@@ -139,11 +140,19 @@ def check_route(route: Plan, batch: int, n: int, info: DeviceInfo, backend: str)
         waiting.append(step)
         if step.panels:
             assert step.panels == len(waiting) in (1, 2), "no panel is applied twice or forgotten"
-            check_larfb(step[7:], n - waiting[0].column, step.panels, info, backend)
+            units, ahead = -(-(rows - PANEL) // PANEL), 0
+            if step.ahead_ranks:
+                assert info.capability >= (9, 0) and i + 1 < len(panels)
+                ahead = 1 if panels[i + 1].panels else 2
+                assert batch * panels[i + 1].panel_ranks < info.multiprocessors, "the rest of the update has multiprocessors"
+                check_larfb(step[11:], n - waiting[0].column, step.panels, ahead, info, backend)
+            else:
+                assert step[11:] == (0, 0, 0, 0)
+            check_larfb(step[7:11], n - waiting[0].column, step.panels, units - ahead, info, backend)
             waiting.clear()
         else:
             assert len(waiting) == 1 and step is not panels[-1], "only a panel that updates itself follows"
-            assert step[7:] == (0, 0, 0, 0)
+            assert step[7:] == 8 * (0,) and step.panel_ranks == panels[i + 1].panel_ranks, "a pair"
     assert not waiting, "the last block takes no update"
     assert plan(batch, n, info, backend) == route, "pure"
 
@@ -170,20 +179,24 @@ def test_route_anywhere(batch, n, multiprocessors, max_cluster, shared_bytes, ba
 
 @pytest.mark.parametrize("info, backend", DEVICES)
 def test_larfb_shape_alone(info, backend):
-    """Any update, also one that no plan has now: from one tile right of the panels."""
+    """Any update, also one that no plan has now: from one tile right of the panels, on some or all multiprocessors."""
     for panels in (1, 2):
         for rows in [64 * panels + 1, 64 * panels + 64, 64 * panels + 65, *range(200, 1400, 151), 4096, 4097]:
+            most = -(-rows // 64) - panels
             for batch in BATCHES:
-                check_larfb(submission.larfb_shape(batch, rows, panels, info, backend), rows, panels, info, backend)
+                for units, multiprocessors in ((most, info.multiprocessors), (min(2, most), info.multiprocessors), (most, 1)):
+                    cycles, shape = submission.larfb_shape(batch, rows, panels, units, multiprocessors, info, backend)
+                    check_larfb(shape, rows, panels, units, info, backend)
+                    assert cycles > 0
 
 
 def test_larfb_fills_the_device():
     """One matrix is dealt to many blocks, and never to more than are resident; a batch larger than the device is not split at all."""
     for info, backend in DEVICES:
         for panels in (1, 2):
-            ranks, chunks, *_ = submission.larfb_shape(1, 4096, panels, info, backend)
+            _, (ranks, chunks, *_) = submission.larfb_shape(1, 4096, panels, 64 - panels, info.multiprocessors, info, backend)
             assert info.multiprocessors / 4 < ranks * chunks and chunks <= info.resident(ranks)
-            assert submission.larfb_shape(100 * info.multiprocessors, 512, panels, info, backend)[:2] == (1, 1)
+            assert submission.larfb_shape(100 * info.multiprocessors, 512, panels, 8 - panels, info.multiprocessors, info, backend)[1][:2] == (1, 1)
 
 
 def test_figures_of_the_plan_are_the_source_s():
@@ -303,7 +316,7 @@ def test_ptx_holds_the_backends_instruction(ptx, backend):
     assert f".target sm_{TARGETS[backend][0]}{TARGETS[backend][1]}" in text
     for name, body in bodies(text).items():
         for other, instruction in INSTRUCTIONS.items():
-            products = "geqr2_whole" in name and other == "mma" or re.search("panel_kernel|larfb_kernel", name) and other == backend
+            products = "geqr2_whole" in name and other == "mma" or re.search("(panel|pair|larfb)_kernel", name) and other == backend
             assert (instruction in body) == bool(products), (name, other)
 
 
@@ -325,6 +338,7 @@ def test_every_kernel_is_compiled(ptx, backend):
     want |= {f"larfb_kernelI{PRODUCTS[backend]}ILi{panels + 1}EELi{panels}ELb{boxes}" for panels in (1, 2) for boxes in ((0,) if backend == "mma" else (0, 1))}
     want |= {f"panel_kernelI{PRODUCTS[backend]}ILi2EELb{aligned == 'true':d}ELi{blocks}"
              for aligned, blocks in re.findall(r"panel_kernel<Products<2>, (\w+), (\d)>", submission.CUDA_SOURCE)}
+    want |= {f"pair_kernelI{PRODUCTS[backend]}ILi2EELb{aligned}" for aligned in (0, 1)}
     found = entries(ptx[backend])
     tall = {name for name in found if name.startswith("geqr2_tall_kernel")}
     assert len(tall) == 1 and found - tall == want
@@ -391,12 +405,12 @@ def test_blocks_fit_a_blackwell_multiprocessor(ptx, assembled, target):
         assert bool(taken) == ("tcgen05.mma" in text) == ("tcgen05.dealloc" in text) == ("tcgen05.relinquish_alloc_permit" in text), name
         if taken:
             with_tensor_memory += 1
-            figure = "panel_kernel" if "panel_kernel" in name else f"larfb_kernel_{re.search(r'EELi(.)ELb', name)[1]}"
+            figure = "panel_kernel" if re.search("(panel|pair)_kernel", name) else f"larfb_kernel_{re.search(r'EELi(.)ELb', name)[1]}"
             dynamic = int(re.search(rf"{figure}_bytes = (\d+);", ptx["tcgen05"])[1])
             assert dynamic + kernel.shared <= 227 << 10, name
             blocks = min(blocks, SHARED // (dynamic + kernel.shared + 1024))
             assert blocks * taken.pop() <= COLUMNS and not taken, f"{name}: {blocks} blocks"
-    assert with_tensor_memory == 7
+    assert with_tensor_memory == 9
 
 
 def disassembler() -> str:
@@ -419,7 +433,7 @@ def test_machine_code_holds_tensor_memory_instructions(ptx, assembled, target):
     used = {re.match(r"\w+", text)[0]: set(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", text, re.M)) for text in said.stdout.split("\t.section\t.text.")[1:]}
     assert set(used) == set(assembled[target])
     for name, instructions in used.items():
-        assert instructions & TENSOR_MEMORY == (TENSOR_MEMORY if re.search("panel_kernel|larfb_kernel", name) else set()), name
+        assert instructions & TENSOR_MEMORY == (TENSOR_MEMORY if re.search("(panel|pair|larfb)_kernel", name) else set()), name
         assert len(instructions) > 20 and ("HMMA" in instructions) == ("geqr2_whole" in name) and "HGMMA" not in instructions, name
 
 

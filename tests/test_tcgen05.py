@@ -243,8 +243,8 @@ pointer = lambda t: ctypes.c_void_p(t.data_ptr())
 def factor(A):
     batch, n, _ = A.shape
     H, tau = torch.full_like(A, float("nan")), torch.full(A.shape[:2], float("nan"), device="cuda")
-    work = torch.empty(library.qr_work_bytes(batch, n), dtype=torch.uint8, device="cuda")
     route = plan(batch, n, info, "tcgen05")
+    work = torch.empty(library.qr_work_bytes(batch, n, _flat(route), len(route.steps)), dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     error = library.qr_geqrf(pointer(A), pointer(H), pointer(tau), pointer(work), batch, n, _flat(route), len(route.steps))
     if error:

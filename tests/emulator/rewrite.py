@@ -87,6 +87,8 @@ class Kernel:
             return call("emulate_bulk_copy", [("b32", match["at"]), ("b32", match["size"])], guard=match["guard"] or "") + f"\n{text};"
         if match := TENSOR.match(plain):
             return call("emulate_bulk_copy", [("b32", match["at"]), ("b32", str(BOX_BYTES))], guard=match["guard"] or "") + f"\n{text};"
+        if plain == "fence.proxy.async.global":              # what copies bring in is written at once here
+            return text + ";"
         if plain == "fence.proxy.async.shared::cta":
             return f"{text};\n" + call("emulate_proxy_fence", [])
         if UNKNOWN.match(plain):
