@@ -54,6 +54,7 @@ LARFB_GROUPS, LARFB_SLOTS = 2, 8    # at most: warpgroups of a block of the larf
 # a cluster's meeting. With them the route was within 1 % of the best of nine fixed ones on each of five shapes (H200, 2026-12-01, kernels of entry 18 in
 # benchmarks/LOG.md).
 LARFB_START, LARFB_TILE, LARFB_ROUND, LARFB_MEET = 5000, 2000, 2000, 6000
+HELD_TILES, LARFB_HELD = 4, 1200   # tiles of rows of a block whose C is read once and kept in registers, and what one costs
 # A panel's: the chain of its columns, and 128 rows for one block; a launch.
 PANEL_START, PANEL_SLAB, LAUNCH = 40000, 10000, 4000
 BLOCKED_SHARED = 161 * 1024  # bytes of shared memory a block needs beyond 128 rows
@@ -129,18 +130,19 @@ def larfb_shape(batch: int, rows: int, panels: int, units: int, multiprocessors:
     tiles = -(-rows // PANEL)
     best = None
     for groups in range(1, min(LARFB_GROUPS, units) + 1):
-        fixed = 2 * panels - 1 + groups * (3 if backend == "tcgen05" else 2)
         ranks = 1
-        while ranks <= min(info.max_cluster, 8, tiles):
+        while ranks <= min(info.max_cluster, tiles):
             resident = max(1, info.resident(ranks) * multiprocessors // info.multiprocessors)
             own_tiles = -(-tiles // ranks)
-            slots = min(LARFB_SLOTS, own_tiles, ((info.shared_bytes - 1024) // PAIR - fixed) // panels)
+            room = (info.shared_bytes - 1024) // PAIR - (2 * panels - 1 + groups * (3 if backend == "tcgen05" else 2))   # for tiles of V
+            held = panels == 2 and own_tiles <= HELD_TILES and backend != "mma" and room > panels * min(2, own_tiles)
+            slots = min(LARFB_SLOTS, own_tiles, (room - held) // panels)
             for chunks in dict.fromkeys(-(-units // per_chunk) for per_chunk in range(groups, min(units, 64) + 1)):
                 if units // chunks < groups:                                  # every warpgroup has a unit in the first round
                     continue
                 waves = -(-batch * chunks // resident)
                 rounds = -(-units // chunks // groups)
-                cycles = waves * (LARFB_START + rounds * (panels * (own_tiles * LARFB_TILE + LARFB_ROUND) + (ranks > 1) * LARFB_MEET))
+                cycles = waves * (LARFB_START + rounds * (panels * (own_tiles * (LARFB_HELD if held else LARFB_TILE) + LARFB_ROUND) + (ranks > 1) * LARFB_MEET))
                 if slots >= min(2, own_tiles) and (best is None or cycles < best[0]):
                     best = cycles, Larfb(ranks, chunks, slots, groups)
             ranks *= 2
@@ -2740,13 +2742,15 @@ struct LarfbArgs {
     const uint8_t* t[2];
     int n, col, row_blocks, first, units, chunks, slots, ranks;   // first column of the units; chunks: clusters of `ranks` blocks that share a matrix's units
 };
-constexpr int kLarfbGroups = 2, kLarfbSlots = 8;              // at most: warpgroups of a block, tiles of V in its shared memory
-constexpr int larfb_shared_bytes(int panels, int slots, int groups, bool staged) {
-    return 1024 + (slots * panels + 2 * panels - 1 + groups * (staged ? 3 : 2)) * kPairBytes;
+constexpr int kLarfbGroups = 2, kLarfbSlots = 8, kHeldTiles = 4;   // at most: warpgroups of a block, tiles of V in its shared memory, of C in registers
+constexpr int larfb_shared_bytes(int panels, int slots, int groups, bool staged, bool held) {
+    return 1024 + (slots * panels + 2 * panels - 1 + groups * (staged ? 3 : 2) + held) * kPairBytes;
 }
 
-// kBoxes: tensor map `map` loads C (batch x n x n, of boxes of 64 rows x 16 columns); otherwise n may be anything.
-template <class Product, int kPanels, bool kBoxes>
+// kBoxes: tensor map `map` loads C (batch x n x n, of boxes of 64 rows x 16 columns); otherwise n may be anything. kHeld: a block has at most
+// kHeldTiles tiles of rows, C stays in registers between steps 1 and 3 (a part, for which there are none, in shared memory) and is read once; S is
+// made before, with registers that C takes later.
+template <class Product, int kPanels, bool kBoxes, bool kHeld>
 __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __grid_constant__ CUtensorMap map, const LarfbArgs p) {
     extern __shared__ __align__(1024) uint8_t shared[];
     constexpr int kSlotBytes = kPanels * kPairBytes;
@@ -2768,6 +2772,7 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __gr
     const auto meeting = [&] { return sT(2 * kPanels - 1 + 2 * group); };   // the warpgroup's boxes: 0 of its four warps, 1 of them
     const auto box_at = [&](int t) { return meeting() + t % 2 * kPairBytes + warp % 4 * kBoxBytes; };
     const auto stage = [&] { return sT(2 * kPanels - 1 + 2 * groups + group); };
+    const auto kept = [&](int i) { return reinterpret_cast<float2*>(sT(2 * kPanels - 1 + (Product::kStaged ? 3 : 2) * groups) + group * kTileBytes) + 128 * i + in_group; };
     const int chunk = blockIdx.x / ranks % p.chunks, unit1 = static_cast<long>(p.units) * (chunk + 1) / p.chunks;
     const int matrix = blockIdx.x / ranks / p.chunks;
     const int tile0 = static_cast<long>(p.row_blocks) * rank / ranks, tiles = static_cast<long>(p.row_blocks) * (rank + 1) / ranks - tile0;
@@ -2800,7 +2805,7 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __gr
         }
     };
     if (warp == 0) {
-        for (int t = 0; t < min(tiles, p.slots); ++t) load_tile(t, t);
+        for (int t = kHeld ? max(0, tiles - p.slots) : 0; t < (kHeld ? tiles : min(tiles, p.slots)); ++t) load_tile(t % p.slots, t);
 #pragma unroll
         for (int i = 0; i < kPanels; ++i) load_pair(sT(i), p.t[i] + static_cast<long>(matrix) * kPairBytes, t_full());
     }
@@ -2896,7 +2901,7 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __gr
     // -S in two parts, from the warpgroups' sums, added up over them and over the ranks
     [[maybe_unused]] const auto make_s = [&] {
         Fragment f;
-        if (group < tiles) product.template read_group<kPanels>(f);
+        if (group < tiles) product.template read_group<kHeld ? 0 : kPanels>(f);
         else f = {};
         float4* const sum = reinterpret_cast<float4*>(sT(2));
         for (int g = 0; g < groups; ++g) {
@@ -2938,10 +2943,23 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __gr
         __syncthreads();
     };
 
+    if constexpr (kHeld) {
+#pragma unroll 1
+        for (int t = tiles - 1, slot = t % p.slots; t >= 0; --t, slot = before(slot)) {   // leaves the first tiles of V in the slots
+            wait_for(slot);
+            if (t % groups == group) {
+                product.template start_pairs<Form::kAtB>(slot_at(slot), slot_at(slot) + kPairBytes, t + groups >= tiles);
+                product.finish_group();
+            }
+            if (t >= p.slots) release(slot, t - p.slots);
+        }
+        make_s();
+        barrier_wait(t_full(), 0);
+    }
     const int first_unit = unit - group;
 #pragma unroll 1
     for (; unit - group < unit1; unit += groups) {
-        const bool first = unit - group == first_unit;
+        const bool first = !kHeld && unit - group == first_unit;
         const auto wait_forward = [&](int t, int slot) { if (first || t >= p.slots) wait_for(slot); };
         const auto wait_backward = [&](int t, int slot) { if (t < tiles - p.slots) wait_for(slot); };
         if (unit >= unit1) {                                                // nothing left for this warpgroup, but the others need refills
@@ -2958,30 +2976,64 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __gr
             continue;
         }
         Operand a[2];
+        [[maybe_unused]] float2 held[kHeld ? kHeldTiles : 1][4][4];         // half of the first tile is in `kept`
         // 1. W^T = C^T V
+        if constexpr (kHeld) {
+            int slot = 0;
+#pragma unroll
+            for (int t = 0; t < kHeldTiles; ++t) {
+                if (t && t >= tiles) break;                                // the first always: no sum outlives a round
+                fresh();
+                wait_for_box(t);
+                float2(&c)[4][4] = held[t];
+#pragma unroll
+                for (int s = 0; s < 4; ++s)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) c[s][j] = in_tile(t, s, j);
+                __syncwarp();
+                if (t + 2 < tiles) load_box(unit, t + 2);
+                else if (ranks == 1 && unit + groups < unit1) load_box(unit + groups, t % 2);
+#pragma unroll
+                for (int s = 0; s < 4; ++s)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        split_bf16(c[s][2 * e].x, c[s][2 * e + 1].x, a[0].high[s][2 * e], a[0].low[s][2 * e]);
+                        split_bf16(c[s][2 * e].y, c[s][2 * e + 1].y, a[0].high[s][2 * e + 1], a[0].low[s][2 * e + 1]);
+                    }
+                if (t == 0)
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) *kept(i) = c[i / 4][i % 4];
+                wait_forward(t, slot);
+                product.template start_registers<Form::kAB, 0, kPanels>(a[0], slot_at(slot), stage(), t == 0);
+                product.finish_group();
+                if (t + p.slots < tiles) release(slot, t + p.slots);
+                slot = after(slot);
+            }
+        } else {
 #pragma unroll 1
-        for (int t = 0, slot = 0; t < tiles; ++t, slot = after(slot)) {
-            fresh();
-            wait_for_box(t);
+            for (int t = 0, slot = 0; t < tiles; ++t, slot = after(slot)) {
+                fresh();
+                wait_for_box(t);
 #pragma unroll
-            for (int s = 0; s < 4; ++s)
+                for (int s = 0; s < 4; ++s)
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const float2 x = in_tile(t, s, 2 * e), y = in_tile(t, s, 2 * e + 1);
-                    split_bf16(x.x, y.x, a[0].high[s][2 * e], a[0].low[s][2 * e]);
-                    split_bf16(x.y, y.y, a[0].high[s][2 * e + 1], a[0].low[s][2 * e + 1]);
-                }
-            __syncwarp();
-            if (t + 2 < tiles) load_box(unit, t + 2);                       // the last two stay for step 3
-            wait_forward(t, slot);
-            product.template start_registers<Form::kAB, 0, kPanels>(a[0], slot_at(slot), stage(), t == 0);
-            if constexpr (kPanels == 2)
-                if (first && t % groups == group) product.template start_pairs<Form::kAtB, kPanels>(slot_at(slot), slot_at(slot) + kPairBytes, t == group);
-            product.finish_group();
-            if (t + p.slots < tiles) release(slot, t + p.slots);
+                    for (int e = 0; e < 2; ++e) {
+                        const float2 x = in_tile(t, s, 2 * e), y = in_tile(t, s, 2 * e + 1);
+                        split_bf16(x.x, y.x, a[0].high[s][2 * e], a[0].low[s][2 * e]);
+                        split_bf16(x.y, y.y, a[0].high[s][2 * e + 1], a[0].low[s][2 * e + 1]);
+                    }
+                __syncwarp();
+                if (t + 2 < tiles) load_box(unit, t + 2);                       // the last two stay for step 3
+                wait_forward(t, slot);
+                product.template start_registers<Form::kAB, 0, kPanels>(a[0], slot_at(slot), stage(), t == 0);
+                if constexpr (kPanels == 2)
+                    if (first && t % groups == group) product.template start_pairs<Form::kAtB, kPanels>(slot_at(slot), slot_at(slot) + kPairBytes, t == group);
+                product.finish_group();
+                if (t + p.slots < tiles) release(slot, t + p.slots);
+            }
         }
         Fragment f[kPanels];
-        if constexpr (kPanels == 2)
+        if constexpr (kPanels == 2 && !kHeld)
             if (first) make_s();
         product.read_group(f[0]);
         if constexpr (kPanels == 2) product.template read_group<1>(f[1]);
@@ -3012,31 +3064,26 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __gr
         if (ranks > 1) {
             leave();
 #pragma unroll 1
-            for (int t = max(0, tiles - 2); t < tiles; ++t) load_box(unit, t);
+            for (int t = kHeld ? 0 : max(0, tiles - 2); t < (kHeld ? min(tiles, 2) : tiles); ++t)
+                if (!kHeld || unit + groups < unit1) load_box(unit + (kHeld ? groups : 0), t);
         }
         // 3. C^T -= Y^T V^T
         const int column = column_of(unit) + lane / 4 * 2;
         const bool pair = kBoxes || column + 1 < p.n;                       // the thread's second column is still C's
         const int left = column < p.n ? rows - lane % 4 * 2 : 0;            // rows of C from the thread's first one to the end
         float* const dst = p.dst + ((static_cast<long>(matrix) * p.n + row0 + lane % 4 * 2) * p.n + column);
-#pragma unroll 1
-        for (int t = tiles - 1, slot = t % p.slots; t >= 0; --t, slot = before(slot)) {
+        int slot = (tiles - 1) % p.slots;
+        const auto start_tile = [&](int t) {
             fresh();
             wait_backward(t, slot);
             product.template start_registers<Form::kABt, 0, 1>(a[0], slot_at(slot), stage(), true);
             if constexpr (kPanels == 2) product.template start_registers<Form::kABt, 0, 1>(a[1], slot_at(slot) + kPairBytes, stage(), false);
-            if (ranks > 1 || t < tiles - 2) wait_for_box(t);
-            float2 c[4][4];
-#pragma unroll
-            for (int s = 0; s < 4; ++s)
-#pragma unroll
-                for (int j = 0; j < 4; ++j) c[s][j] = in_tile(t, s, j);
-            __syncwarp();
-            if (t >= 2) load_box(unit, t - 2);
-            else if (unit + groups < unit1) load_box(unit + groups, t);
+        };
+        const auto finish_tile = [&](int t, const float2 (&c)[4][4]) {
             product.finish_group();
             product.read_group(f[0]);
             if (t >= p.slots) release(slot, t - p.slots);
+            slot = before(slot);
             int n = p.n, more = left - 64 * t;
             asm volatile("" : "+r"(n));                                     // its multiples are made here, as above
             float* row0_at = dst + 64l * t * n;
@@ -3052,6 +3099,32 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __gr
                         else { at[0] = z.x; if (pair) at[1] = z.y; }
                     }
                 }
+        };
+        if constexpr (kHeld) {
+#pragma unroll
+            for (int t = kHeldTiles - 1; t >= 0; --t)
+                if (!t || t < tiles) {
+                    start_tile(t);
+                    if (t == 0)
+#pragma unroll
+                        for (int i = 0; i < 8; ++i) held[t][i / 4][i % 4] = *kept(i);
+                    finish_tile(t, held[t]);
+                }
+        } else {
+#pragma unroll 1
+            for (int t = tiles - 1; t >= 0; --t) {
+                start_tile(t);
+                if (ranks > 1 || t < tiles - 2) wait_for_box(t);
+                float2 c[4][4];
+#pragma unroll
+                for (int s = 0; s < 4; ++s)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) c[s][j] = in_tile(t, s, j);
+                __syncwarp();
+                if (t >= 2) load_box(unit, t - 2);
+                else if (unit + groups < unit1) load_box(unit + groups, t);
+                finish_tile(t, c);
+            }
         }
     }
     product.close();
@@ -3167,9 +3240,12 @@ void pair(Launcher& launch, const PanelPair& p, int batch, int ranks) {
 }
 template <int kPanels> void larfb(Launcher& launch, const LarfbArgs& p, int batch, int groups) {
     using Product = Products<kPanels + 1>;
-    const bool boxes = Product::kAsync && p.n % 4 == 0;
-    launch("larfb_kernel", boxes ? larfb_kernel<Product, kPanels, Product::kAsync> : larfb_kernel<Product, kPanels, false>, static_cast<long>(batch) * p.chunks * p.ranks,
-           128 * groups, larfb_shared_bytes(kPanels, p.slots, groups, Product::kStaged), p.ranks, boxes ? launch.box_map(p.src, batch, p.n) : CUtensorMap{}, p);
+    constexpr bool kAsync = Product::kAsync, kHeld = kAsync && kPanels == 2;   // S, where C is held, needs no sum of its own
+    const auto bytes = [&](bool held) { return larfb_shared_bytes(kPanels, p.slots, groups, Product::kStaged, held); };
+    const bool boxes = kAsync && p.n % 4 == 0, held = boxes && kHeld && p.row_blocks <= kHeldTiles * p.ranks && bytes(true) <= launch.shared_limit;
+    launch("larfb_kernel", held ? larfb_kernel<Products<kPanels + 1 - kHeld>, kPanels, kAsync, kHeld> : boxes ? larfb_kernel<Product, kPanels, kAsync, false> : larfb_kernel<Product, kPanels, false, false>,
+           static_cast<long>(batch) * p.chunks * p.ranks, 128 * groups, bytes(held), p.ranks,
+           boxes ? launch.box_map(p.src, batch, p.n) : CUtensorMap{}, p);
 }
 void larfb(Launcher& launch, const LarfbArgs& p, int batch, int panels, int groups) {
     if (panels == 2) larfb<2>(launch, p, batch, groups);
@@ -3222,7 +3298,6 @@ extern "C" const char* qr_geqrf(const float* A, float* H, float* tau, void* work
             }
             continue;
         }
-        const auto by = [&](const PanelArgs& v) { return PanelUpdate{v.src, H, v.v_tiles, v.t, v.col, v.row_blocks}; };
         const bool first = values[4] == kPair, second = i && !values[6 - kStepInts], done = i && values[4 - kStepInts] == kPair;
         PanelArgs before = p;
         if (second) before = panel_at(i - 1);

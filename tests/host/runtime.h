@@ -224,7 +224,7 @@ template <int N> void copy_async_wait() {}
 // ---- launches: error names a kernel that cannot run here
 struct Launcher {
     const char* error = nullptr;
-    int multiprocessors = 2;
+    int multiprocessors = 2, shared_limit = 232448;
     bool beside = false;                                                    // kernels are run one after another here
     CUtensorMap box_map(const float* C, int batch, int n) { return {C, batch, n}; }
     template <typename... Args> void operator()(const char*, void (*kernel)(Args...), long blocks, int threads, int bytes, int ranks, Args... args) {
