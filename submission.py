@@ -54,9 +54,8 @@ LARFB_GROUPS, LARFB_SLOTS = 2, 8    # at most: warpgroups of a block of the larf
 # a cluster's meeting. With them the route was within 1 % of the best of nine fixed ones on each of five shapes (H200, 2026-12-01, kernels of entry 18 in
 # benchmarks/LOG.md).
 LARFB_START, LARFB_TILE, LARFB_ROUND, LARFB_MEET = 5000, 2000, 2000, 6000
-HELD_TILES, LARFB_HELD = 4, 1200   # tiles of rows of a block whose C is read once and kept in registers, and what one costs
 # A panel's: the chain of its columns, and 128 rows for one block; a launch.
-PANEL_START, PANEL_SLAB, LAUNCH = 40000, 10000, 4000
+PANEL_START, PANEL_SLAB, LAUNCH = 20000, 7000, 6000
 BLOCKED_SHARED = 161 * 1024  # bytes of shared memory a block needs beyond 128 rows
 WHOLE, SINGLE, CLUSTER, TALL = range(4)   # kinds of Step, as in the CUDA source's StepKind
 CLUSTER_SIZES = 2, 4, 8, 16
@@ -130,19 +129,18 @@ def larfb_shape(batch: int, rows: int, panels: int, units: int, multiprocessors:
     tiles = -(-rows // PANEL)
     best = None
     for groups in range(1, min(LARFB_GROUPS, units) + 1):
+        fixed = 2 * panels - 1 + groups * (3 if backend == "tcgen05" else 2)
         ranks = 1
-        while ranks <= min(info.max_cluster, tiles):
+        while ranks <= min(info.max_cluster, 8, tiles):
             resident = max(1, info.resident(ranks) * multiprocessors // info.multiprocessors)
             own_tiles = -(-tiles // ranks)
-            room = (info.shared_bytes - 1024) // PAIR - (2 * panels - 1 + groups * (3 if backend == "tcgen05" else 2))   # for tiles of V
-            held = panels == 2 and own_tiles <= HELD_TILES and backend != "mma" and room > panels * min(2, own_tiles)
-            slots = min(LARFB_SLOTS, own_tiles, (room - held) // panels)
+            slots = min(LARFB_SLOTS, own_tiles, ((info.shared_bytes - 1024) // PAIR - fixed) // panels)
             for chunks in dict.fromkeys(-(-units // per_chunk) for per_chunk in range(groups, min(units, 64) + 1)):
                 if units // chunks < groups:                                  # every warpgroup has a unit in the first round
                     continue
                 waves = -(-batch * chunks // resident)
                 rounds = -(-units // chunks // groups)
-                cycles = waves * (LARFB_START + rounds * (panels * (own_tiles * (LARFB_HELD if held else LARFB_TILE) + LARFB_ROUND) + (ranks > 1) * LARFB_MEET))
+                cycles = waves * (LARFB_START + rounds * (panels * (own_tiles * LARFB_TILE + LARFB_ROUND) + (ranks > 1) * LARFB_MEET))
                 if slots >= min(2, own_tiles) and (best is None or cycles < best[0]):
                     best = cycles, Larfb(ranks, chunks, slots, groups)
             ranks *= 2
@@ -194,16 +192,16 @@ def plan(batch: int, n: int, info: DeviceInfo, backend: str) -> Plan:
 
     steps, column, panels = [], 0, 0
     last = MANY_LIMIT if batch > info.multiprocessors and n > WHOLE_LIMIT else WHOLE_LIMIT
-    together = panel_ranks(batch, n, info)                                   # blocks of a matrix that factor a pair
+    together, beside = panel_ranks(batch, n, info), False                    # blocks of a matrix that factor the panels to come; beside an update
     while n - column > last:
         rows, ranks = n - column, 1
         panels += 1                                                          # not yet applied to what is right of them
         coming = min(2, -(-max(0, rows - PANEL - last) // PANEL))
-        follow = (1 + (panels == 1 and coming > 0 and batch * together <= info.multiprocessors), together, 0)
+        follow = (1 + (beside and panels == 1 and coming > 0), together, 0)
         if panels == 2 or not coming:
             shape, ahead, after = update(batch, rows + (panels - 1) * PANEL, panels, coming, info, backend)
             follow = (1, together, panels, *shape, *(ahead or ()))
-            panels, together = 0, after
+            panels, together, beside = 0, after, ahead is not None
         while rows > BLOCK_ROWS * ranks and ranks < info.max_cluster:
             ranks *= 2
         if rows > BLOCK_ROWS * ranks:
@@ -407,9 +405,33 @@ __device__ __forceinline__ void allow_next_kernel() {
 
 __device__ __forceinline__ void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }   // a warpgroup
 
-__device__ __forceinline__ void cluster_sync() {
+__device__ __forceinline__ void cluster_arrive() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_sync() {
+    cluster_arrive();
+    cluster_wait();
+}
+
+// Stores to another block's shared memory that tell a barrier there of their bytes: no fence, and no barrier across the cluster, which waits for
+// every store to memory under way. The owner of the barrier (barrier_init with 1) says with barrier_expect how many bytes a phase has.
+__device__ __forceinline__ void barrier_expect(uint64_t* bar, int bytes) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm volatile("{.reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;}" ::"r"(smem_address(bar)), "r"(bytes) : "memory");
+#endif
+}
+__device__ __forceinline__ void push_four(float* to, uint64_t* bar, uint32_t rank, const float4& x) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    asm volatile("{.reg .b32 there, full; mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 full, %1, %2;"
+                 " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [full];}"
+                 ::"r"(smem_address(to)), "r"(smem_address(bar)), "r"(rank), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 #endif
 }
 template <typename T> __device__ __forceinline__ T* in_rank(T* shared, uint32_t rank) {   // the same place in another block
@@ -2315,10 +2337,35 @@ __device__ __forceinline__ bool gram_factor(float (&G)[4][4], float (&P)[4][4], 
     }
 }
 
+// What the blocks of a cluster tell each other. Barriers: shares of a sum, the sum, squares.
+struct PanelCluster {
+    static constexpr int kBarriers = 3;
+    uint64_t* arrived;
+    float* inbox;          // 16 KiB, free whenever a block of the cluster may have come to sum_fragments
+    uint32_t rank, ranks;
+    int sums = 0, squares = 0;
+    __device__ __forceinline__ PanelCluster(uint64_t* barriers, float* inbox) : arrived(barriers), inbox(inbox), rank(0), ranks(1) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+        asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+        asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
+#endif
+    }
+    __device__ __forceinline__ void open() {                                // whole block, once
+        if (ranks == 1) return;
+        if (threadIdx.x == 0)
+            for (int i = 0; i < kBarriers; ++i) barrier_init(arrived + i, 1);
+        cluster_arrive();                                                   // sum_fragments waits: they are there
+    }
+};
+
 // The two warpgroups' fragments of a 64 x 64 matrix added up, in order, in `own`, and these over the ranks, in order, in `total`; with one
-// rank `own` is the result. Returns the result. Whole block; others' `own` and this `total` must be free. Ends with a barrier.
-__device__ __forceinline__ const float* sum_fragments(const float2 (&sum)[8][2], float* own, float* total, uint32_t rank, uint32_t ranks) {
+// rank `own` is the result. Returns the result. Each rank adds up its share of the rows and gives it to all. Whole block; `own` must be free, `total`
+// too once every rank has come here. Ends with a barrier.
+__device__ __forceinline__ const float* sum_fragments(const float2 (&sum)[8][2], float* own, float* total, PanelCluster& cluster) {
     const int tid = threadIdx.x, lane = tid % 32, row = tid / 32 % 4 * 16 + lane / 4;
+    const int rank = cluster.rank, ranks = cluster.ranks, share = 64 / ranks;   // rows
+    if (ranks > 1 && tid == 0)
+        for (int i = 0; i < 2; ++i) barrier_expect(cluster.arrived + i, 64 * 64 * 4);
     for (int g = 0; g < 2; ++g) {
         if (g == tid / 128)
 #pragma unroll
@@ -2332,25 +2379,36 @@ __device__ __forceinline__ const float* sum_fragments(const float2 (&sum)[8][2],
         __syncthreads();
     }
     if (ranks == 1) return own;
-    cluster_sync();
-    for (int e = tid; e < 1024 / static_cast<int>(ranks); e += kThreads) {   // each rank adds up its share of rows and gives it to all
-        const int at = (rank * (64 / ranks) + e / 16) * kPitch + e % 16 * 4;
+    if (cluster.sums == 0) cluster_wait();
+    const int parity = cluster.sums++ & 1;
+#pragma unroll
+    for (int e = tid; e < 1024; e += kThreads) {
+        const int i = e / 16, c = e % 16 * 4;
+        push_four(cluster.inbox + (rank * share + i % share) * 64 + c, cluster.arrived, i / share, *reinterpret_cast<const float4*>(own + i * kPitch + c));
+    }
+    barrier_wait(cluster.arrived, parity);
+    const int each = min(kThreads, 16 * share);                             // threads that add up; others give it to other ranks
+#pragma unroll 1
+    for (int e = tid % each; e < 16 * share; e += each) {
         float4 t = make_float4(0, 0, 0, 0);
 #pragma unroll 4
-        for (uint32_t q = 0; q < ranks; ++q) {
-            const float4 y = *reinterpret_cast<const float4*>(in_rank(own, q) + at);
+        for (int q = 0; q < ranks; ++q) {
+            const float4 y = *reinterpret_cast<const float4*>(cluster.inbox + q * share * 64 + 4 * e);
             t = make_float4(t.x + y.x, t.y + y.y, t.z + y.z, t.w + y.w);
         }
-        for (uint32_t q = 0; q < ranks; ++q) *reinterpret_cast<float4*>(in_rank(total, q) + at) = t;
+#pragma unroll 1
+        for (int q = tid / each; q < ranks; q += kThreads / each) push_four(total + (rank * share + e / 16) * kPitch + e % 16 * 4, cluster.arrived + 1, q, t);
     }
-    cluster_sync();
+    barrier_wait(cluster.arrived + 1, parity);
+    __syncthreads();
     return total;
 }
 
 // False: declined, and the panel is as it was.
 template <bool kAligned, class Product>
-__device__ __forceinline__ bool gram_panel(const PanelArgs& p, Product& product, uint8_t* shared, long matrix, uint32_t rank, uint32_t ranks) {
+__device__ __forceinline__ bool gram_panel(const PanelArgs& p, Product& product, PanelCluster& cluster, uint8_t* shared, long matrix) {
     using S = GramShared;
+    const uint32_t rank = cluster.rank, ranks = cluster.ranks;
     const auto matrix_at = [&](int offset) { return reinterpret_cast<float*>(shared + offset); };
     const float* const sR = matrix_at(S::kR);
     const float* const sVt = matrix_at(S::kVt);
@@ -2403,7 +2461,7 @@ __device__ __forceinline__ bool gram_panel(const PanelArgs& p, Product& product,
     }
     __syncthreads();
     const int my_row = Product::row_of_warp() + lane / 4;
-    const float* const gram = sum_fragments(sum, matrix_at(S::kR), matrix_at(S::kInverse), rank, ranks);
+    const float* const gram = sum_fragments(sum, matrix_at(S::kR), matrix_at(S::kInverse), cluster);
     if (tid < 64) s_norm[tid] = sqrtf(gram[tid * kPitch + tid]);
     float G[4][4], P[4][4];
     {
@@ -2416,7 +2474,8 @@ __device__ __forceinline__ bool gram_panel(const PanelArgs& p, Product& product,
             load_four(G[i], gram + (row + i) * kPitch + column);
         }
     }
-    const bool redo = __syncthreads_or(!gram_factor(G, P, shared, rank == 0 ? p.t + matrix * kPairBytes : nullptr));
+    // The same in all threads, which the compiler knows of a shuffle.
+    const bool redo = __shfl_sync(0xffffffffu, __syncthreads_or(!gram_factor(G, P, shared, rank == 0 ? p.t + matrix * kPairBytes : nullptr)), 0);
     if (rank == 0 && tid == 0) p.redo[matrix] = redo;
     if (redo) return false;
 
@@ -2492,14 +2551,21 @@ __device__ __forceinline__ bool gram_panel(const PanelArgs& p, Product& product,
             for (int o = 4; o < 32; o *= 2) squares[q][e] += __shfl_xor_sync(0xffffffffu, squares[q][e], o);
             if (lane < 4) s_squares[warp * 64 + 16 * q + 4 * lane + e] = squares[q][e];
         }
+    if (ranks > 1 && rank == 0 && tid == 0) barrier_expect(cluster.arrived + 2, ranks * 64 * 4);
     __syncthreads();
-    if (tid < 64) {
-        float total = 0;
-        for (int q = 0; q < 8; ++q) total += s_squares[q * 64 + tid];
-        in_rank(mail, 0)[rank * 64 + tid] = total;
+    if (tid < 16) {
+        float4 total = make_float4(0, 0, 0, 0);
+        for (int q = 0; q < 8; ++q) {
+            const float4 y = *reinterpret_cast<const float4*>(s_squares + q * 64 + 4 * tid);
+            total = make_float4(total.x + y.x, total.y + y.y, total.z + y.z, total.w + y.w);
+        }
+        float* const to = mail + rank * 64 + 4 * tid;
+        if (ranks > 1) push_four(to, cluster.arrived + 2, 0, total);
+        else *reinterpret_cast<float4*>(to) = total;
     }
-    if (ranks > 1) cluster_sync();
-    else __syncthreads();
+    if (ranks == 1) __syncthreads();
+    else if (rank == 0) barrier_wait(cluster.arrived + 2, cluster.squares & 1);
+    ++cluster.squares;
     if (rank == 0 && tid < 64) {
         float total = 0;
         for (uint32_t q = 0; q < ranks; ++q) total += mail[q * 64 + tid];
@@ -2525,12 +2591,13 @@ struct PanelUpdateShared {                                                  // b
     static constexpr int kV = 0;                                            // per warpgroup two pairs; W's two sums between
     static constexpr int kC = 4 * kPairBytes;                               // per warpgroup a pair of C; then T, and W and Y in its turn
     static constexpr int kBytes = kC + 2 * kPairBytes;
-    static_assert(kBytes <= GramShared::kBytes && 2 * kGramMatrixBytes <= kC);
+    static_assert(2 * kGramMatrixBytes <= kC);
 };
 
 template <bool kAligned, class Product>
-__device__ __forceinline__ void update_panel(const PanelUpdate& p, int n, Product& product, uint8_t* shared, uint64_t* barriers, long matrix, uint32_t rank, uint32_t ranks) {
+__device__ __forceinline__ void update_panel(const PanelUpdate& p, int n, Product& product, PanelCluster& cluster, uint8_t* shared, uint64_t* barriers, long matrix) {
     using S = PanelUpdateShared;
+    const uint32_t rank = cluster.rank, ranks = cluster.ranks;
     const int tid = threadIdx.x, lane = tid % 32, warp = __shfl_sync(0xffffffffu, tid / 32, 0), group = warp / 4, in_group = tid % 128;
     uint8_t* const v_slots = shared + S::kV + group * 2 * kPairBytes;
     uint8_t* const c_pair = shared + S::kC + group * kPairBytes;
@@ -2596,7 +2663,7 @@ __device__ __forceinline__ void update_panel(const PanelUpdate& p, int n, Produc
         for (int i = 0; i < 16; ++i) f.v[i / 2][i % 2] = make_float2(0, 0);
     __syncthreads();
     if (warp == 0) load_pair(shared + S::kC, p.t + matrix * kPairBytes, t_full);
-    const float* const w = sum_fragments(f.v, reinterpret_cast<float*>(shared), reinterpret_cast<float*>(shared + kGramMatrixBytes), rank, ranks);
+    const float* const w = sum_fragments(f.v, reinterpret_cast<float*>(shared), reinterpret_cast<float*>(shared + kGramMatrixBytes), cluster);
     uint8_t* const y_pair = shared + S::kC + kPairBytes;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {                                           // W in two parts
@@ -2665,29 +2732,26 @@ __device__ __forceinline__ void update_panel(const PanelUpdate& p, int n, Produc
     else __syncthreads();
 }
 
-constexpr int kPanelSharedBytes = GramShared::kBytes + 128;
-__device__ __forceinline__ void cluster_place(uint32_t& rank, uint32_t& ranks) {
-    rank = 0;
-    ranks = 1;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(ranks));
-#endif
-}
+struct PanelShared {                                                        // byte offsets
+    static constexpr int kInbox = PanelUpdateShared::kBytes;                // what gram_panel has there is in use only between its sums
+    static constexpr int kBarriers = std::max(kInbox + 64 * 64 * 4, GramShared::kBytes);
+    static constexpr int kBytes = kBarriers + 128;
+    static_assert(kInbox >= GramShared::kVt && 2 * (kBytes + 1024) <= 228 << 10, "two blocks on a multiprocessor");
+};
 // todo: per matrix, whether there is anything to do; null: for all. kBlocks: of them on a multiprocessor. Two hide each other's waiting,
 // one has the registers it wants.
 template <class Product, bool kAligned, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks) panel_kernel(const PanelUpdate update, const PanelArgs p, const int* todo) {
     extern __shared__ __align__(1024) uint8_t shared[];
     allow_next_kernel();
-    uint32_t rank, ranks;
-    cluster_place(rank, ranks);
-    const long matrix = blockIdx.x / ranks;
+    uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + PanelShared::kBarriers);
+    PanelCluster cluster(barriers + 12, reinterpret_cast<float*>(shared + PanelShared::kInbox));
+    const long matrix = blockIdx.x / cluster.ranks;
     if (todo && !todo[matrix]) return;
-    uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + GramShared::kBytes);
+    cluster.open();
     Product product(barriers, reinterpret_cast<uint32_t*>(barriers + 6));
-    if (update.v_tiles) update_panel<kAligned>(update, p.n, product, shared, barriers + 7, matrix, rank, ranks);
-    if (p.redo) gram_panel<kAligned>(p, product, shared, matrix, rank, ranks);
+    if (update.v_tiles) update_panel<kAligned>(update, p.n, product, cluster, shared, barriers + 7, matrix);
+    if (p.redo) gram_panel<kAligned>(p, product, cluster, shared, matrix);
     product.close();
 }
 
@@ -2697,22 +2761,23 @@ template <class Product, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 1) pair_kernel(const __grid_constant__ PanelPair pair) {
     extern __shared__ __align__(1024) uint8_t shared[];
     allow_next_kernel();
-    uint32_t rank, ranks;
-    cluster_place(rank, ranks);
-    const long matrix = blockIdx.x / ranks;
-    uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + GramShared::kBytes);
+    uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + PanelShared::kBarriers);
+    PanelCluster cluster(barriers + 12, reinterpret_cast<float*>(shared + PanelShared::kInbox));
+    const long matrix = blockIdx.x / cluster.ranks;
+    cluster.open();
     Product product(barriers, reinterpret_cast<uint32_t*>(barriers + 6));
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
         if (i) {                                                            // V and T of the first are in memory, and come back by copies
             fence_async_proxy_global();
             fence_async_proxy();
-            if (ranks > 1) cluster_sync();
+            if (cluster.ranks > 1) cluster_sync();
             else __syncthreads();
-            update_panel<kAligned>(pair.update, pair.panel[0].n, product, shared, barriers + 7, matrix, rank, ranks);
+            update_panel<kAligned>(pair.update, pair.panel[0].n, product, cluster, shared, barriers + 7, matrix);
         }
-        if (!gram_panel<kAligned>(pair.panel[i], product, shared, matrix, rank, ranks)) {
-            if (!i && rank == 0 && threadIdx.x == 0) pair.panel[1].redo[matrix] = 0;
+        const PanelArgs p = i ? pair.panel[1] : pair.panel[0];              // chosen, not indexed: pointers known to be global
+        if (!gram_panel<kAligned>(p, product, cluster, shared, matrix)) {
+            if (!i && cluster.rank == 0 && threadIdx.x == 0) pair.panel[1].redo[matrix] = 0;
             break;
         }
     }
@@ -2742,15 +2807,13 @@ struct LarfbArgs {
     const uint8_t* t[2];
     int n, col, row_blocks, first, units, chunks, slots, ranks;   // first column of the units; chunks: clusters of `ranks` blocks that share a matrix's units
 };
-constexpr int kLarfbGroups = 2, kLarfbSlots = 8, kHeldTiles = 4;   // at most: warpgroups of a block, tiles of V in its shared memory, of C in registers
-constexpr int larfb_shared_bytes(int panels, int slots, int groups, bool staged, bool held) {
-    return 1024 + (slots * panels + 2 * panels - 1 + groups * (staged ? 3 : 2) + held) * kPairBytes;
+constexpr int kLarfbGroups = 2, kLarfbSlots = 8;              // at most: warpgroups of a block, tiles of V in its shared memory
+constexpr int larfb_shared_bytes(int panels, int slots, int groups, bool staged) {
+    return 1024 + (slots * panels + 2 * panels - 1 + groups * (staged ? 3 : 2)) * kPairBytes;
 }
 
-// kBoxes: tensor map `map` loads C (batch x n x n, of boxes of 64 rows x 16 columns); otherwise n may be anything. kHeld: a block has at most
-// kHeldTiles tiles of rows, C stays in registers between steps 1 and 3 (a part, for which there are none, in shared memory) and is read once; S is
-// made before, with registers that C takes later.
-template <class Product, int kPanels, bool kBoxes, bool kHeld>
+// kBoxes: tensor map `map` loads C (batch x n x n, of boxes of 64 rows x 16 columns); otherwise n may be anything.
+template <class Product, int kPanels, bool kBoxes>
 __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __grid_constant__ CUtensorMap map, const LarfbArgs p) {
     extern __shared__ __align__(1024) uint8_t shared[];
     constexpr int kSlotBytes = kPanels * kPairBytes;
@@ -2772,7 +2835,6 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __gr
     const auto meeting = [&] { return sT(2 * kPanels - 1 + 2 * group); };   // the warpgroup's boxes: 0 of its four warps, 1 of them
     const auto box_at = [&](int t) { return meeting() + t % 2 * kPairBytes + warp % 4 * kBoxBytes; };
     const auto stage = [&] { return sT(2 * kPanels - 1 + 2 * groups + group); };
-    const auto kept = [&](int i) { return reinterpret_cast<float2*>(sT(2 * kPanels - 1 + (Product::kStaged ? 3 : 2) * groups) + group * kTileBytes) + 128 * i + in_group; };
     const int chunk = blockIdx.x / ranks % p.chunks, unit1 = static_cast<long>(p.units) * (chunk + 1) / p.chunks;
     const int matrix = blockIdx.x / ranks / p.chunks;
     const int tile0 = static_cast<long>(p.row_blocks) * rank / ranks, tiles = static_cast<long>(p.row_blocks) * (rank + 1) / ranks - tile0;
@@ -2805,7 +2867,7 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __gr
         }
     };
     if (warp == 0) {
-        for (int t = kHeld ? max(0, tiles - p.slots) : 0; t < (kHeld ? tiles : min(tiles, p.slots)); ++t) load_tile(t % p.slots, t);
+        for (int t = 0; t < min(tiles, p.slots); ++t) load_tile(t, t);
 #pragma unroll
         for (int i = 0; i < kPanels; ++i) load_pair(sT(i), p.t[i] + static_cast<long>(matrix) * kPairBytes, t_full());
     }
@@ -2901,7 +2963,7 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __gr
     // -S in two parts, from the warpgroups' sums, added up over them and over the ranks
     [[maybe_unused]] const auto make_s = [&] {
         Fragment f;
-        if (group < tiles) product.template read_group<kHeld ? 0 : kPanels>(f);
+        if (group < tiles) product.template read_group<kPanels>(f);
         else f = {};
         float4* const sum = reinterpret_cast<float4*>(sT(2));
         for (int g = 0; g < groups; ++g) {
@@ -2914,18 +2976,31 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __gr
             __syncthreads();
         }
         if (ranks > 1) cluster_sync();
+        if (ranks > 2) {                                                    // each adds up its share and gives it to all
+            for (int e = 1024 * rank / ranks + tid; e < 1024 * (rank + 1) / ranks; e += 128 * groups) {
+                float4 total = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+                for (int q = 0; q < ranks; ++q) {
+                    const float4 x = in_rank(sum, q)[e];
+                    total = make_float4(total.x + x.x, total.y + x.y, total.z + x.z, total.w + x.w);
+                }
+#pragma unroll 1
+                for (int q = 0; q < ranks; ++q) in_rank(sum, q)[e] = total;
+            }
+            cluster_sync();
+        }
         if (group == 0) {
             f = {};
 #pragma unroll 1
-            for (int q = 0; q < ranks; ++q)
+            for (int q = 0; q < (ranks == 2 ? 2 : 1); ++q)
 #pragma unroll
                 for (int b = 0; b < 8; ++b) {
-                    const float4 x = in_rank(sum, q)[128 * b + in_group];
+                    const float4 x = (ranks == 2 ? in_rank(sum, q) : sum)[128 * b + in_group];
                     f.v[b][0] = make_float2(f.v[b][0].x + x.x, f.v[b][0].y + x.y);
                     f.v[b][1] = make_float2(f.v[b][1].x + x.z, f.v[b][1].y + x.w);
                 }
         }
-        if (ranks > 1) cluster_sync();
+        if (ranks == 2) cluster_sync();
         else __syncthreads();
         if (group == 0) {
 #pragma unroll
@@ -2943,23 +3018,10 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __gr
         __syncthreads();
     };
 
-    if constexpr (kHeld) {
-#pragma unroll 1
-        for (int t = tiles - 1, slot = t % p.slots; t >= 0; --t, slot = before(slot)) {   // leaves the first tiles of V in the slots
-            wait_for(slot);
-            if (t % groups == group) {
-                product.template start_pairs<Form::kAtB>(slot_at(slot), slot_at(slot) + kPairBytes, t + groups >= tiles);
-                product.finish_group();
-            }
-            if (t >= p.slots) release(slot, t - p.slots);
-        }
-        make_s();
-        barrier_wait(t_full(), 0);
-    }
     const int first_unit = unit - group;
 #pragma unroll 1
     for (; unit - group < unit1; unit += groups) {
-        const bool first = !kHeld && unit - group == first_unit;
+        const bool first = unit - group == first_unit;
         const auto wait_forward = [&](int t, int slot) { if (first || t >= p.slots) wait_for(slot); };
         const auto wait_backward = [&](int t, int slot) { if (t < tiles - p.slots) wait_for(slot); };
         if (unit >= unit1) {                                                // nothing left for this warpgroup, but the others need refills
@@ -2976,64 +3038,30 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __gr
             continue;
         }
         Operand a[2];
-        [[maybe_unused]] float2 held[kHeld ? kHeldTiles : 1][4][4];         // half of the first tile is in `kept`
         // 1. W^T = C^T V
-        if constexpr (kHeld) {
-            int slot = 0;
-#pragma unroll
-            for (int t = 0; t < kHeldTiles; ++t) {
-                if (t && t >= tiles) break;                                // the first always: no sum outlives a round
-                fresh();
-                wait_for_box(t);
-                float2(&c)[4][4] = held[t];
-#pragma unroll
-                for (int s = 0; s < 4; ++s)
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) c[s][j] = in_tile(t, s, j);
-                __syncwarp();
-                if (t + 2 < tiles) load_box(unit, t + 2);
-                else if (ranks == 1 && unit + groups < unit1) load_box(unit + groups, t % 2);
-#pragma unroll
-                for (int s = 0; s < 4; ++s)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        split_bf16(c[s][2 * e].x, c[s][2 * e + 1].x, a[0].high[s][2 * e], a[0].low[s][2 * e]);
-                        split_bf16(c[s][2 * e].y, c[s][2 * e + 1].y, a[0].high[s][2 * e + 1], a[0].low[s][2 * e + 1]);
-                    }
-                if (t == 0)
-#pragma unroll
-                    for (int i = 0; i < 8; ++i) *kept(i) = c[i / 4][i % 4];
-                wait_forward(t, slot);
-                product.template start_registers<Form::kAB, 0, kPanels>(a[0], slot_at(slot), stage(), t == 0);
-                product.finish_group();
-                if (t + p.slots < tiles) release(slot, t + p.slots);
-                slot = after(slot);
-            }
-        } else {
 #pragma unroll 1
-            for (int t = 0, slot = 0; t < tiles; ++t, slot = after(slot)) {
-                fresh();
-                wait_for_box(t);
+        for (int t = 0, slot = 0; t < tiles; ++t, slot = after(slot)) {
+            fresh();
+            wait_for_box(t);
 #pragma unroll
-                for (int s = 0; s < 4; ++s)
+            for (int s = 0; s < 4; ++s)
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const float2 x = in_tile(t, s, 2 * e), y = in_tile(t, s, 2 * e + 1);
-                        split_bf16(x.x, y.x, a[0].high[s][2 * e], a[0].low[s][2 * e]);
-                        split_bf16(x.y, y.y, a[0].high[s][2 * e + 1], a[0].low[s][2 * e + 1]);
-                    }
-                __syncwarp();
-                if (t + 2 < tiles) load_box(unit, t + 2);                       // the last two stay for step 3
-                wait_forward(t, slot);
-                product.template start_registers<Form::kAB, 0, kPanels>(a[0], slot_at(slot), stage(), t == 0);
-                if constexpr (kPanels == 2)
-                    if (first && t % groups == group) product.template start_pairs<Form::kAtB, kPanels>(slot_at(slot), slot_at(slot) + kPairBytes, t == group);
-                product.finish_group();
-                if (t + p.slots < tiles) release(slot, t + p.slots);
-            }
+                for (int e = 0; e < 2; ++e) {
+                    const float2 x = in_tile(t, s, 2 * e), y = in_tile(t, s, 2 * e + 1);
+                    split_bf16(x.x, y.x, a[0].high[s][2 * e], a[0].low[s][2 * e]);
+                    split_bf16(x.y, y.y, a[0].high[s][2 * e + 1], a[0].low[s][2 * e + 1]);
+                }
+            __syncwarp();
+            if (t + 2 < tiles) load_box(unit, t + 2);                       // the last two stay for step 3
+            wait_forward(t, slot);
+            product.template start_registers<Form::kAB, 0, kPanels>(a[0], slot_at(slot), stage(), t == 0);
+            if constexpr (kPanels == 2)
+                if (first && t % groups == group) product.template start_pairs<Form::kAtB, kPanels>(slot_at(slot), slot_at(slot) + kPairBytes, t == group);
+            product.finish_group();
+            if (t + p.slots < tiles) release(slot, t + p.slots);
         }
         Fragment f[kPanels];
-        if constexpr (kPanels == 2 && !kHeld)
+        if constexpr (kPanels == 2)
             if (first) make_s();
         product.read_group(f[0]);
         if constexpr (kPanels == 2) product.template read_group<1>(f[1]);
@@ -3064,26 +3092,31 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __gr
         if (ranks > 1) {
             leave();
 #pragma unroll 1
-            for (int t = kHeld ? 0 : max(0, tiles - 2); t < (kHeld ? min(tiles, 2) : tiles); ++t)
-                if (!kHeld || unit + groups < unit1) load_box(unit + (kHeld ? groups : 0), t);
+            for (int t = max(0, tiles - 2); t < tiles; ++t) load_box(unit, t);
         }
         // 3. C^T -= Y^T V^T
         const int column = column_of(unit) + lane / 4 * 2;
         const bool pair = kBoxes || column + 1 < p.n;                       // the thread's second column is still C's
         const int left = column < p.n ? rows - lane % 4 * 2 : 0;            // rows of C from the thread's first one to the end
         float* const dst = p.dst + ((static_cast<long>(matrix) * p.n + row0 + lane % 4 * 2) * p.n + column);
-        int slot = (tiles - 1) % p.slots;
-        const auto start_tile = [&](int t) {
+#pragma unroll 1
+        for (int t = tiles - 1, slot = t % p.slots; t >= 0; --t, slot = before(slot)) {
             fresh();
             wait_backward(t, slot);
             product.template start_registers<Form::kABt, 0, 1>(a[0], slot_at(slot), stage(), true);
             if constexpr (kPanels == 2) product.template start_registers<Form::kABt, 0, 1>(a[1], slot_at(slot) + kPairBytes, stage(), false);
-        };
-        const auto finish_tile = [&](int t, const float2 (&c)[4][4]) {
+            if (ranks > 1 || t < tiles - 2) wait_for_box(t);
+            float2 c[4][4];
+#pragma unroll
+            for (int s = 0; s < 4; ++s)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) c[s][j] = in_tile(t, s, j);
+            __syncwarp();
+            if (t >= 2) load_box(unit, t - 2);
+            else if (unit + groups < unit1) load_box(unit + groups, t);
             product.finish_group();
             product.read_group(f[0]);
             if (t >= p.slots) release(slot, t - p.slots);
-            slot = before(slot);
             int n = p.n, more = left - 64 * t;
             asm volatile("" : "+r"(n));                                     // its multiples are made here, as above
             float* row0_at = dst + 64l * t * n;
@@ -3099,32 +3132,6 @@ __global__ void __launch_bounds__(128 * kLarfbGroups, 1) larfb_kernel(const __gr
                         else { at[0] = z.x; if (pair) at[1] = z.y; }
                     }
                 }
-        };
-        if constexpr (kHeld) {
-#pragma unroll
-            for (int t = kHeldTiles - 1; t >= 0; --t)
-                if (!t || t < tiles) {
-                    start_tile(t);
-                    if (t == 0)
-#pragma unroll
-                        for (int i = 0; i < 8; ++i) held[t][i / 4][i % 4] = *kept(i);
-                    finish_tile(t, held[t]);
-                }
-        } else {
-#pragma unroll 1
-            for (int t = tiles - 1; t >= 0; --t) {
-                start_tile(t);
-                if (ranks > 1 || t < tiles - 2) wait_for_box(t);
-                float2 c[4][4];
-#pragma unroll
-                for (int s = 0; s < 4; ++s)
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) c[s][j] = in_tile(t, s, j);
-                __syncwarp();
-                if (t >= 2) load_box(unit, t - 2);
-                else if (unit + groups < unit1) load_box(unit + groups, t);
-                finish_tile(t, c);
-            }
         }
     }
     product.close();
@@ -3233,19 +3240,16 @@ template <int R> void geqr2_cluster(Launcher& launch, const PanelArgs& p, int ba
 void panel(Launcher& launch, const PanelUpdate& update, const PanelArgs& p, const int* todo, int batch, int ranks) {
     const long blocks = static_cast<long>(batch) * ranks;
     launch("panel_kernel", p.n % 4 ? panel_kernel<Products<2>, false, 1> : blocks > launch.multiprocessors ? panel_kernel<Products<2>, true, 2> : panel_kernel<Products<2>, true, 1>,
-           blocks, kThreads, kPanelSharedBytes, ranks, update, p, todo);
+           blocks, kThreads, PanelShared::kBytes, ranks, update, p, todo);
 }
 void pair(Launcher& launch, const PanelPair& p, int batch, int ranks) {
-    launch("pair_kernel", p.panel[0].n % 4 ? pair_kernel<Products<2>, false> : pair_kernel<Products<2>, true>, static_cast<long>(batch) * ranks, kThreads, kPanelSharedBytes, ranks, p);
+    launch("pair_kernel", p.panel[0].n % 4 ? pair_kernel<Products<2>, false> : pair_kernel<Products<2>, true>, static_cast<long>(batch) * ranks, kThreads, PanelShared::kBytes, ranks, p);
 }
 template <int kPanels> void larfb(Launcher& launch, const LarfbArgs& p, int batch, int groups) {
     using Product = Products<kPanels + 1>;
-    constexpr bool kAsync = Product::kAsync, kHeld = kAsync && kPanels == 2;   // S, where C is held, needs no sum of its own
-    const auto bytes = [&](bool held) { return larfb_shared_bytes(kPanels, p.slots, groups, Product::kStaged, held); };
-    const bool boxes = kAsync && p.n % 4 == 0, held = boxes && kHeld && p.row_blocks <= kHeldTiles * p.ranks && bytes(true) <= launch.shared_limit;
-    launch("larfb_kernel", held ? larfb_kernel<Products<kPanels + 1 - kHeld>, kPanels, kAsync, kHeld> : boxes ? larfb_kernel<Product, kPanels, kAsync, false> : larfb_kernel<Product, kPanels, false, false>,
-           static_cast<long>(batch) * p.chunks * p.ranks, 128 * groups, bytes(held), p.ranks,
-           boxes ? launch.box_map(p.src, batch, p.n) : CUtensorMap{}, p);
+    const bool boxes = Product::kAsync && p.n % 4 == 0;
+    launch("larfb_kernel", boxes ? larfb_kernel<Product, kPanels, Product::kAsync> : larfb_kernel<Product, kPanels, false>, static_cast<long>(batch) * p.chunks * p.ranks,
+           128 * groups, larfb_shared_bytes(kPanels, p.slots, groups, Product::kStaged), p.ranks, boxes ? launch.box_map(p.src, batch, p.n) : CUtensorMap{}, p);
 }
 void larfb(Launcher& launch, const LarfbArgs& p, int batch, int panels, int groups) {
     if (panels == 2) larfb<2>(launch, p, batch, groups);

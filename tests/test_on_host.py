@@ -160,7 +160,7 @@ def test_pairs_beside_updates(library, ranks, case):
     def change(route):
         steps = [s if not s.panels or route.steps[i + 1].kind == WHOLE else
                  s._replace(**dict(zip(("larfb_ranks", "chunks", "slots", "groups", "ahead_ranks", "ahead_chunks", "ahead_slots", "ahead_groups"), (ranks, 1, 3, 1, 1, 1, 2, 1))))
-                 for i, s in enumerate(s._replace(panel_ranks=ranks) for s in route.steps)]
+                 for i, s in enumerate(s._replace(panel_ranks=ranks, gram=2 if s.gram and not s.panels else s.gram) for s in route.steps)]
         assert [s.gram for s in steps] == [2, 1, 2, 1, 1, 0] and sum(s.ahead_ranks > 0 for s in steps) == 2
         return route._replace(steps=tuple(steps))
     check(library, 1, 450, case, SMALL._replace(multiprocessors=2), change)

@@ -114,6 +114,8 @@ inline bool __syncthreads_or(bool mine) {
 }
 inline void group_sync(int group) { block->groups[group]->arrive_and_wait(); }
 inline void cluster_sync() { cluster->all->arrive_and_wait(); }
+inline void cluster_arrive() {}
+inline void cluster_wait() { cluster_sync(); }
 template <typename T> T* in_rank(T* shared, uint32_t rank) {
     return reinterpret_cast<T*>(cluster->blocks[rank]->shared + (reinterpret_cast<uint8_t*>(shared) - block->shared));
 }
@@ -174,14 +176,36 @@ template <int N, typename Body> void static_for(Body body) {
     [&]<int... I>(std::integer_sequence<int, I...>) { (body(std::integral_constant<int, I>{}), ...); }(std::make_integer_sequence<int, N>{});
 }
 
-// ---- mbarriers: expected arrivals, those still missing, completed phases
-struct Phases { uint16_t count; int16_t missing; uint32_t done; };
+// ---- mbarriers: expected arrivals, those still missing, completed phases, bytes still missing
+struct Phases {
+    int8_t count, missing;
+    uint16_t done;
+    int32_t bytes;
+    void change() {
+        if (missing == 0 && bytes == 0) { missing = count; ++done; }
+    }
+};
 inline std::mutex phases_lock;
-inline void barrier_init(uint64_t* bar, int count) { *reinterpret_cast<Phases*>(bar) = {static_cast<uint16_t>(count), static_cast<int16_t>(count), 0}; }
+inline void barrier_init(uint64_t* bar, int count) { *reinterpret_cast<Phases*>(bar) = {static_cast<int8_t>(count), static_cast<int8_t>(count), 0, 0}; }
 inline void barrier_arrive(uint64_t* bar) {
     const std::lock_guard guard(phases_lock);
     Phases& phases = *reinterpret_cast<Phases*>(bar);
-    if (--phases.missing == 0) { phases.missing = phases.count; ++phases.done; }
+    --phases.missing;
+    phases.change();
+}
+inline void barrier_expect(uint64_t* bar, int bytes) {
+    const std::lock_guard guard(phases_lock);
+    Phases& phases = *reinterpret_cast<Phases*>(bar);
+    --phases.missing;
+    phases.bytes += bytes;
+    phases.change();
+}
+inline void push_four(float* to, uint64_t* bar, uint32_t rank, const float4& x) {
+    *reinterpret_cast<float4*>(in_rank(to, rank)) = x;
+    const std::lock_guard guard(phases_lock);
+    Phases& phases = *reinterpret_cast<Phases*>(in_rank(bar, rank));
+    phases.bytes -= sizeof x;
+    phases.change();
 }
 inline void barrier_arrive_in(uint64_t* bar, uint32_t rank) { barrier_arrive(in_rank(bar, rank)); }
 inline void barrier_wait(uint64_t* bar, int parity) {
@@ -224,7 +248,7 @@ template <int N> void copy_async_wait() {}
 // ---- launches: error names a kernel that cannot run here
 struct Launcher {
     const char* error = nullptr;
-    int multiprocessors = 2, shared_limit = 232448;
+    int multiprocessors = 2;
     bool beside = false;                                                    // kernels are run one after another here
     CUtensorMap box_map(const float* C, int batch, int n) { return {C, batch, n}; }
     template <typename... Args> void operator()(const char*, void (*kernel)(Args...), long blocks, int threads, int bytes, int ranks, Args... args) {
