@@ -65,10 +65,9 @@ def main() -> None:
         updates.add_column(name, justify="right")
     for rows in options.rows or ROWS:
         for batch in (1, choice.info.multiprocessors):
-            A, (first, second) = matrices(batch, rows), first_panels(batch, rows, choice)
-            for width, steps in ((PANEL, (first._replace(gram=1),)), (2 * PANEL, (first, second)))[:1 + (second.kind != WHOLE)]:
-                times = run(A, steps, choice, options.calls)
-                us = sum(times.get("pair_kernel", times["panel_kernel"]))
+            times = run(matrices(batch, rows), first_panels(batch, rows, choice), choice, options.calls)["panel_kernel"]
+            for width in (PANEL, 2 * PANEL)[:len(times)]:
+                us = sum(times[:width // PANEL])
                 panels.add_row(str(rows), str(batch), str(width), f"{us:.1f}", f"{us / width:.2f}")
         for batch in BATCHES:
             if 4 * batch * rows * rows > MOST_BYTES:

@@ -279,7 +279,7 @@ INSTRUCTIONS = {"mma": "mma.sync.aligned.m16n8k16.row.col.f32.bf16", "wgmma": "w
 PRODUCTS = {"mma": "7MmaSync", "wgmma": "5Wgmma", "tcgen05": "7Tcgen05"}   # mangled
 # Dynamic shared memory, readable in the PTX: of a panel, and of the smallest updates by one and two panels, of which most fit a multiprocessor.
 FIGURES = """
-extern "C" __device__ const int panel_kernel_bytes = kPanelSharedBytes;
+extern "C" __device__ const int panel_kernel_bytes = PanelShared::kBytes;
 extern "C" __device__ const int larfb_kernel_1_bytes = larfb_shared_bytes(1, 1, 1, Products<2>::kStaged);
 extern "C" __device__ const int larfb_kernel_2_bytes = larfb_shared_bytes(2, 1, 1, Products<3>::kStaged);
 """

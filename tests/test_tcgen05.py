@@ -83,7 +83,7 @@ def kernel_of(*lines):
     "tcgen05.st.sync.aligned.16x128b.x2.b32 [%r1], {%r2, %r3, %r4, %r5};",
     "tcgen05.cp.cta_group::1.32x128b.warpx4 [%r1], %rd1;",
     "@%p1 tcgen05.wait::ld.sync.aligned;",
-    "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%r1], {%f1, %f2, %f3, %f4}, [%r2];",
+    "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r1], %r3, [%r2];",
     "stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r1], {%r2};",
     "@%p1 mbarrier.try_wait.parity.shared.b64 %p2, [%r1], %r2;",
     "fence.proxy.async;",

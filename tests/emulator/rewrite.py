@@ -55,6 +55,7 @@ STORE = re.compile(r"^(?P<guard>@!?%p\d+\s+)?st\.(?P<space>shared\.)?(?:v(?P<cou
 COPY = re.compile(r"^(?P<guard>@!?%p\d+\s+)?cp\.async\.c[ag]\.shared\.global\s+\[(?P<at>[^\]]+)\]\s*,\s*\[[^\]]+\]\s*,\s*(?P<size>\d+)")
 BULK = re.compile(r"^(?P<guard>@!?%p\d+\s+)?cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes\s+\[(?P<at>%\w+)\]\s*,\s*\[[^\]]+\]\s*,\s*(?P<size>%?\w+)")
 TENSOR = re.compile(r"^(?P<guard>@!?%p\d+\s+)?cp\.async\.bulk\.tensor\.3d\.shared::cluster\.global\.mbarrier::complete_tx::bytes\s+\[(?P<at>%\w+)\]\s*,\s*\[[^\]]+\]\s*,\s*\[%\w+\]$")
+PUSH = re.compile(r"^(?:@!?%p\d+\s+)?st\.async\.weak\.shared::cluster\.mbarrier::complete_tx::bytes\.v4\.f32\s")
 BOX_BYTES = 4096             # of the tensor map's box: the instruction does not say
 WAIT = re.compile(r"mbarrier\.(?:try|test)_wait\.parity[\w.:]*\s+[%\w]+\s*,\s*\[(?P<at>%\w+(?:\+\d+)?)\]\s*,\s*(?P<parity>%?\w+)")
 # What else may write shared memory, wait on an mbarrier, or fence the asynchronous proxy.
@@ -87,6 +88,8 @@ class Kernel:
             return call("emulate_bulk_copy", [("b32", match["at"]), ("b32", match["size"])], guard=match["guard"] or "") + f"\n{text};"
         if match := TENSOR.match(plain):
             return call("emulate_bulk_copy", [("b32", match["at"]), ("b32", str(BOX_BYTES))], guard=match["guard"] or "") + f"\n{text};"
+        if PUSH.match(plain):                                # numbers that other threads load: no operand of a product is written so
+            return text + ";"
         if plain == "fence.proxy.async.global":              # what copies bring in is written at once here
             return text + ";"
         if plain == "fence.proxy.async.shared::cta":
